@@ -162,15 +162,15 @@ class Engine:
         """Zero this rank's control words, generation and error record. Callers put a
         barrier before and after it. No rank is absent any more.
         """
-    def meet(self, *, absent: int, number: int, stream: int) -> None:
-        """Launches a meeting of the ranks that are not in ``absent``, a bit each; see
+    def shrink_barrier(self, *, absent: int, number: int, stream: int) -> None:
+        """Launches a barrier of the ranks that are not in ``absent``, a bit each; see
         csrc/device/intranode/shrink_barrier.cuh.
         """
-    def meeting(self) -> tuple[int, bool]:
-        """Of the last meeting, once its kernel has ended: its number, whether all have met."""
+    def shrink_barrier_result(self) -> tuple[int, bool]:
+        """Of the last shrink barrier, after its kernel: its number, whether all ranks agreed."""
     def do_without(self, *, absent: int) -> None:
-        """reset(), but for the words of meetings; kernels launched from now on go on without these
-        ranks. Between a first and a second meeting.
+        """reset(), except the words of the shrink barrier. Kernels launched from now on go on
+        without these ranks. Call it between the first and the second shrink barrier.
         """
     def close(self) -> None:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
@@ -348,8 +348,8 @@ class LayerCalls:
     combine: Callable[..., Any]
     begin_combine: Callable[..., Any]
     finish: Callable[..., Any]
-    def use_words(self, words: object) -> None:
-        """``words``: HostWords.place, or None."""
+    def use_counters(self, counters: object) -> None:
+        """``counters``: HostCounters.arguments, or None."""
 
 class Framework:
     """What calls ask of the program's tensor library."""
@@ -386,14 +386,14 @@ class Segment:
 def remove_stale_segments() -> list[str]:
     """Remove this user's segments whose creating process is gone; returns their names."""
 
-def host_words_bytes(num_ranks: int) -> int: ...
-def host_words(
+def host_counters_bytes(num_ranks: int) -> int: ...
+def host_counters(
     address: int, rank: int, num_ranks: int, owner: object
 ) -> tuple[
     Callable[[int], int], Callable[[int], int | None], Callable[[], int], Callable[[int], None]
 ]:
-    """``tell``, ``most``, ``exchange`` and ``set_exchange`` of deep_comm.layer.host_words, over
-    zeroed memory that ``owner`` keeps.
+    """``publish``, ``max``, ``exchange`` and ``set_exchange`` of
+    deep_comm.layer.host_counters.HostCounters, over zeroed memory that ``owner`` keeps.
     """
 
 class Event:
@@ -432,8 +432,7 @@ class Streams:
         """Wait for all work of the device."""
 
 class StreamOrder:
-    """Which stream the last call of a Buffer was on, and the events that order calls: shared by
-    native calls and those in Python (backends.cuda_launch.Streams)."""
+    """Orders the calls of one Buffer among streams. Native calls hold it."""
 
     def __init__(
         self,
@@ -442,11 +441,6 @@ class StreamOrder:
         comm: int,  # the communication stream
     ) -> None: ...
     door: object  # for native code
-    hop: Event  # from the caller's stream, and back in a capture
-    done: Event  # after the last call; never of a capture
-    last: int | None  # the stream of that call; None: there was none
-    has_graphs: bool  # calls were captured, and may run on streams that nobody tells of
-    def note_graph(self) -> None: ...
     def synchronize(self) -> None:
         """Wait for the last call, which all others come before, and for what may be graphs."""
 

@@ -253,11 +253,11 @@ class InternodeHandle(TensorSequence):
         num_recv_tokens_tensor: int32 [1], rows that arrived.
         num_recv_tokens_per_rank: int32 [R], rows by source rank.
         members: who the ranks are.
-        forward_places: int32 [(N + 1) * M + C * N * M]: where combine's rows have places of their
+        forward_slots: int32 [(N + 1) * M + C * N * M]: where combine's rows have places of their
             own; see InternodeCombineArgs. Without it combine takes the rings.
         num_returning_rows: that the node's other ranks return to this one in combine; None in
             worst-case mode.
-        send_places: int32 [T, N + R], ordinal of a token among all that go to node n, then to rank
+        send_slots: int32 [T, N + R], ordinal of a token among all that go to node n, then to rank
             r; -1: not sent.
         expansion: Expansion, of a dispatch with expand=True.
         owner_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
@@ -277,9 +277,9 @@ class InternodeHandle(TensorSequence):
     send_nvl_head: Tensor
 
     recv_src_idx: Tensor | None = made_later()
-    forward_places: Tensor | None = made_later()
+    forward_slots: Tensor | None = made_later()
     num_returning_rows: int | None = made_later()
-    send_places: Tensor | None = made_later()
+    send_slots: Tensor | None = made_later()
 
     @property
     def num_ranks(self) -> int:
@@ -344,7 +344,7 @@ class LowLatencyHandle:
         recv_tokens: int32 [R], tokens that each source has.
         (In a group of several nodes the second index of the next two is not the source's token, but
         the slot that its row came in: of num_max_dispatch_tokens_per_rank a source has here.)
-        places: int32 [R, M, K], row of a selection here, or -1; compact: [R, M].
+        recv_rows: int32 [R, M, K], row of a top-k entry on this rank, or -1; compact: [R, M].
         recv_weights: float32 [R, M, K], if they came with dispatch; compact: None.
         num_recv_tokens: int32 [1]; None unless compact, like the next two.
         recv_topk_idx: int32 [N, K], local expert, or -1.
@@ -413,8 +413,8 @@ class LowLatencyHandle:
         return self._part("recv_tokens")
 
     @property
-    def places(self) -> Tensor:
-        return self._part("places")
+    def recv_rows(self) -> Tensor:
+        return self._part("recv_rows")
 
     @property
     def recv_weights(self) -> Tensor | None:

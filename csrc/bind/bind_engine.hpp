@@ -59,15 +59,15 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
   engine.def("clear_error", &Type::clear_error);
   engine.def("reset", &Type::reset);
   engine.def(
-      "meet",
+      "shrink_barrier",
       [](Type& self, uint32_t absent, uint32_t number, uint64_t stream) {
         const MaybeRelease<Target::kIsSynchronous> release(self.launches_last());
-        self.meet(absent, number, stream);
+        self.shrink_barrier(absent, number, stream);
       },
       py::kw_only(), "absent"_a, "number"_a, "stream"_a);
-  // (number, whether all have met), once the meeting's kernel has ended.
-  engine.def("meeting", [](const Type& self) {
-    const MeetingResult result = self.meeting();
+  // (number, whether all have met), once its kernel has ended.
+  engine.def("shrink_barrier_result", [](const Type& self) {
+    const ShrinkBarrierResult result = self.shrink_barrier_result();
     return py::make_tuple(result.number, result.has_agreed != 0);
   });
   engine.def("do_without", &Type::do_without, "absent"_a);

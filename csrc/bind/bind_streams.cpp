@@ -62,8 +62,8 @@ void bind_streams(py::module_& m) {
           py::arg("device"), py::arg("exchange_api"))
       .def("mark", &StreamTarget::mark, py::arg("stream"))
       .def("synchronize", &StreamTarget::synchronize, Unlocked());
-  py::class_<StreamOrder, std::shared_ptr<StreamOrder>>(m, "StreamOrder", py::module_local(),
-                                                        "Of the calls of one Buffer.")
+  py::class_<StreamOrder, std::shared_ptr<StreamOrder>>(
+      m, "StreamOrder", py::module_local(), "Orders the calls of one Buffer among streams.")
       .def(py::init(
                [](const py::object& streams, std::shared_ptr<Framework> framework, uint64_t comm) {
                  return std::make_shared<StreamOrder>(behind<StreamTarget>(streams),
@@ -72,11 +72,6 @@ void bind_streams(py::module_& m) {
            py::arg("streams"), py::arg("framework"), py::arg("comm"))
       .def_property_readonly(
           "door", [](std::shared_ptr<StreamOrder> self) { return door_of(std::move(self)); })
-      .def_property_readonly("hop", &StreamOrder::hop)
-      .def_property_readonly("done", &StreamOrder::done)
-      .def_property("last", &StreamOrder::last, &StreamOrder::set_last)
-      .def_property_readonly("has_graphs", &StreamOrder::has_graphs)
-      .def("note_graph", &StreamOrder::note_graph)
       .def("synchronize", &StreamOrder::synchronize);
   m.def("streams", [] { return door_of<StreamTarget>(std::make_shared<NoStreams>()); });
 }

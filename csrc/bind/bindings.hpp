@@ -14,7 +14,7 @@ void bind_low_latency_calls(pybind11::module_& m);
 void bind_layer_calls(pybind11::module_& m);
 void bind_streams(pybind11::module_& m);
 void bind_region(pybind11::module_& m);
-void bind_host_words(pybind11::module_& m);
+void bind_host_counters(pybind11::module_& m);
 void bind_simulation(pybind11::module_& m);
 void bind_engine_host(pybind11::module_& m);
 void bind_examples(pybind11::module_& m);

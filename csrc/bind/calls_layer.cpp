@@ -13,8 +13,8 @@
 #include "bind/bindings.hpp"
 #include "bind/calls_low_latency.hpp"
 #include "bind/handle.hpp"
+#include "bind/host_counters.hpp"
 #include "bind/interpreter.hpp"
-#include "bind/patient_words.hpp"
 #include "bind/views.hpp"
 #include "host/calls/combine.hpp"
 #include "host/calls/dispatch.hpp"
@@ -119,8 +119,8 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
   py::object learn;  // ModeRule.learn(num_tokens)
   // What a rank with too many tokens for a decode step sends: tokens that go nowhere.
   py::object nowhere_int64, nowhere_int32, no_weights;
-  std::optional<HostWords> words;
-  py::object words_owner;
+  std::optional<HostCounters> counters;
+  py::object counters_owner;
 
   // ---- functions of Python's
   // (x, topk_idx, topk_weights, asks) -> ExpertBatch. asks: of "auto", all ranks learn the most tokens
@@ -145,16 +145,16 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
     return py::make_tuple(std::move(sent.sums), std::move(sent.receive));
   }
   // (rows, Decoded) of a step that asks -> (the sums, had all ranks as many tokens as decode takes?).
-  // The rule has learned it. None: it has not, since the words do not tell.
+  // The rule has learned it. None: it has not, since the counters do not tell.
   py::object finish(const Arguments<2>& given);
 
-  void use_words(const py::object& given) {
-    words.reset();
-    words_owner = given;
+  void use_counters(const py::object& given) {
+    counters.reset();
+    counters_owner = given;
     if (given.is_none()) return;
     const auto [address, rank, num_ranks, owner] =
         given.cast<std::tuple<uintptr_t, int, int, py::object>>();
-    words.emplace(address, rank, num_ranks);
+    counters.emplace(address, rank, num_ranks);
   }
 
   // ---- batches
@@ -296,10 +296,10 @@ LayerCalls::SentDecode LayerCalls::send_decode(const Arguments<4>& given, bool h
   const bool asks = read_flag(given_asks);
   Tokens tokens = read_tokens(given_x, given_idx, given_weights);
   fit_to_decode(&tokens, asks);
-  const bool tells = asks && words;
-  if (tells) words->claim();
+  const bool tells = asks && counters;
+  if (tells) counters->claim();
   LowLatencyCalls& calls = low_latency->calls;
-  // A kernel that stores to the host's memory ends 0.8 us later: it does so where there are no words.
+  // A kernel that stores to the host's memory ends 0.8 us later: it does so where there are no counters.
   ReservedLowLatencyDispatch reserved =
       calls.reserve(calls.check({.x = tokens.x,
                                  .topk_idx = tokens.topk_idx,
@@ -307,10 +307,10 @@ LayerCalls::SentDecode LayerCalls::send_decode(const Arguments<4>& given, bool h
                                  .num_max_tokens = integer_of(form.num_slots),
                                  .num_experts = integer_of(form.num_experts),
                                  .use_fp8 = form.use_fp8,
-                                 .is_reporting = asks && !words,
+                                 .is_reporting = asks && !counters,
                                  .has_hook = has_hook,
                                  .is_flat = true}));
-  const uint64_t exchange = tells ? words->tell(static_cast<uint64_t>(tokens.x.shape[0])) : 0;
+  const uint64_t exchange = tells ? counters->publish(static_cast<uint64_t>(tokens.x.shape[0])) : 0;
   LowLatencyDispatchResult sent = calls.launch(std::move(reserved));
   const Keys& keys = Keys::get();
   SentDecode decode{copy_of(decode_values), {}, std::move(sent.completion)};
@@ -353,7 +353,7 @@ py::object LayerCalls::begin_decode(const Arguments<4>& given) {
 
 LayerCalls::Sums LayerCalls::send_sums(PyObject* given_rows, const Decoded& state, bool is_async) {
   // What the others have told is on its way here while this call launches.
-  if (words && state.exchange != 0) words->prefetch(state.exchange);
+  if (counters && state.exchange != 0) counters->prefetch(state.exchange);
   const LowLatencyForm& of_state = *state.record->form;
   py::object kept;
   LowLatencyCombineResult result = low_latency->calls.combine(
@@ -369,9 +369,9 @@ py::object LayerCalls::finish(const Arguments<2>& given) {
   const auto& state = py::handle(given[1]).cast<const Decoded&>();
   py::object sums = send_sums(given[0], state, false).sums;
   py::object fits = py::none();
-  if (words) {
+  if (counters) {
     // It is looked at last: no SM waits for the host.
-    const std::optional<uint64_t> most = patient_most(*words, state.exchange);
+    const std::optional<uint64_t> most = wait_for_max(*counters, state.exchange);
     if (most) fits = learn(*most);
   }
   return py::make_tuple(std::move(sums), std::move(fits));
@@ -528,8 +528,8 @@ void bind_layer_calls(py::module_& m) {
            "max_tokens"_a, "decode_tokens"_a, "num_slots"_a, "dtype"_a, "use_fp8"_a, "alignment"_a,
            "max_recv_rows"_a, "batch_type"_a, "decode_values"_a, "prefill_values"_a,
            "default_config"_a, "learn"_a, "nowhere"_a, "no_weights"_a)
-      .def("use_words", &LayerCalls::use_words, "words"_a,
-           "`words`: the arguments of HostWords and what keeps its memory, or None.");
+      .def("use_counters", &LayerCalls::use_counters, "counters"_a,
+           "`counters`: the arguments of HostCounters and what keeps its memory, or None.");
   def_layer_call<&LayerCalls::decode>(calls, "decode");
   def_layer_call<&LayerCalls::begin_decode>(calls, "begin_decode");
   def_layer_call<&LayerCalls::prefill>(calls, "prefill");

@@ -12,7 +12,7 @@ PYBIND11_MODULE(_core, m) {
   deep_comm::bind_buffer(m);
   deep_comm::bind_low_latency_calls(m);
   deep_comm::bind_layer_calls(m);
-  deep_comm::bind_host_words(m);
+  deep_comm::bind_host_counters(m);
   // Before the engine, whose signatures name the Simulation.
   deep_comm::bind_simulation(m);
   deep_comm::bind_engine_host(m);

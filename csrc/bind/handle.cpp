@@ -79,8 +79,8 @@ class HandleReader {
       given_.has_default_sms = handle_.attr("has_default_sms").cast<bool>();
       return;
     }
-    given_.send_places = tensor(handle_, "send_places");
-    given_.forward_places = tensor(handle_, "forward_places");
+    given_.send_slots = tensor(handle_, "send_slots");
+    given_.forward_slots = tensor(handle_, "forward_slots");
     given_.num_returning_rows = optional<int64_t>("num_returning_rows");
   }
 

@@ -112,8 +112,8 @@ struct RoutingAddresses {
   uintptr_t recv_node_prefix = 0;
   uintptr_t recv_node_sum = 0;
   uintptr_t recv_rank_sum = 0;
-  uintptr_t send_places = 0;
-  uintptr_t forward_places = 0;
+  uintptr_t send_slots = 0;
+  uintptr_t forward_slots = 0;
   uintptr_t send_rank_head = 0;
   uintptr_t recv_src_meta = 0;
 };

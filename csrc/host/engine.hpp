@@ -116,11 +116,11 @@ class Engine final : public EngineCalls {
   void internode_layout(InternodeLayoutArgs args, uint64_t stream) override;
   // Two launches: the channels' counts, then their exchange.
   void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank, int num_tokens,
-                        int32_t* send_node_head, int32_t* send_places, const ChannelConfig& config,
+                        int32_t* send_node_head, int32_t* send_slots, const ChannelConfig& config,
                         const RailConfig& rail, uint64_t stream) override;
-  // send_places alone, for a handle that comes without it. Local.
-  void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
-                        int32_t* send_places, uint64_t stream) override;
+  // send_slots alone, for a handle that comes without it. Local.
+  void internode_send_slots(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
+                            int32_t* send_slots, uint64_t stream) override;
   // Empty: the kernel failed; the error record says how.
   // is_early: a dispatch was launched behind the notify, and says whether it has sent.
   std::optional<TwoTierCounts> wait_internode_counts(bool is_early) override;
@@ -156,10 +156,10 @@ class Engine final : public EngineCalls {
   void reset();
   // Goes on without the ranks in `absent`, a bit each, inside a node: see
   // device/intranode/shrink_barrier.cuh.
-  // meet() launches a meeting of the others, and meeting() is what has come of it when that has
+  // shrink_barrier() launches a barrier of the other ranks. shrink_barrier_result() is valid when it has
   // ended; do_without() is the reset between the first and the second one.
-  void meet(uint32_t absent, uint32_t number, uint64_t stream);
-  MeetingResult meeting() const { return *meeting_; }
+  void shrink_barrier(uint32_t absent, uint32_t number, uint64_t stream);
+  ShrinkBarrierResult shrink_barrier_result() const { return *shrink_barrier_result_; }
   void do_without(uint32_t absent);
   // Blocks note their steps from now on, in zeroed device memory of Trace::num_bytes(num_calls),
   // num_calls being a power of two. Before anything is launched.
@@ -252,8 +252,8 @@ class Engine final : public EngineCalls {
   int num_counted_experts_ = 0;  // local experts of the last notify
   uint64_t counts_stream_ = 0;
   uint32_t sequence_ = 0;
-  MeetingResult* meeting_ = nullptr;        // host memory that kernels reach
-  uint64_t* low_latency_report_ = nullptr;  // host memory that kernels reach
+  ShrinkBarrierResult* shrink_barrier_result_ = nullptr;  // host memory that kernels reach
+  uint64_t* low_latency_report_ = nullptr;                // host memory that kernels reach
   uint32_t report_sequence_ = 0;
   uint64_t report_stream_ = 0;
   int64_t num_launches_ = 0;

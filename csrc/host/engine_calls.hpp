@@ -109,12 +109,12 @@ class EngineCalls {
   virtual void internode_layout(InternodeLayoutArgs args, uint64_t stream) = 0;
   // Two launches: the channels' counts, then their exchange.
   virtual void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank,
-                                int num_tokens, int32_t* send_node_head, int32_t* send_places,
+                                int num_tokens, int32_t* send_node_head, int32_t* send_slots,
                                 const ChannelConfig& config, const RailConfig& rail,
                                 uint64_t stream) = 0;
-  // send_places alone, for a handle that comes without it. Local.
-  virtual void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
-                                int32_t* send_places, uint64_t stream) = 0;
+  // send_slots alone, for a handle that comes without it. Local.
+  virtual void internode_send_slots(const uint8_t* is_token_in_rank, int num_tokens,
+                                    int num_channels, int32_t* send_slots, uint64_t stream) = 0;
   // is_early: a dispatch was launched behind the notify, and says whether it has sent.
   virtual std::optional<TwoTierCounts> wait_internode_counts(bool is_early) = 0;
   virtual void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,

@@ -57,7 +57,8 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
   world_.error = static_cast<ErrorBlock*>(target_.allocate_mapped(sizeof(ErrorBlock)));
   counts_ = static_cast<CountsBlock*>(
       target_.allocate_mapped(sizeof(CountsBlock) + sizeof(int32_t) * options.num_max_experts));
-  meeting_ = static_cast<MeetingResult*>(target_.allocate_mapped(sizeof(MeetingResult)));
+  shrink_barrier_result_ =
+      static_cast<ShrinkBarrierResult*>(target_.allocate_mapped(sizeof(ShrinkBarrierResult)));
   target_.template prepare<LayoutKernel>();
   target_.template prepare<NotifyKernel>();
   target_.template prepare<DispatchKernel<false, false>>();
@@ -89,7 +90,7 @@ void Engine<Target>::close() {
   early_launches_.leave();
   target_.free_mapped(world_.error);
   target_.free_mapped(counts_);
-  target_.free_mapped(meeting_);
+  target_.free_mapped(shrink_barrier_result_);
   if (low_latency_report_ != nullptr) target_.free_mapped(low_latency_report_);
   if (is_internode()) {
     target_.close_rail();
@@ -99,7 +100,7 @@ void Engine<Target>::close() {
   }
   world_.error = nullptr;
   counts_ = nullptr;
-  meeting_ = nullptr;
+  shrink_barrier_result_ = nullptr;
   rail_bases_ = nullptr;
   rail_byte_counters_ = nullptr;
   internode_counts_ = nullptr;
@@ -204,18 +205,18 @@ void Engine<Target>::reset() {
 }
 
 template <class Target>
-void Engine<Target>::meet(uint32_t absent, uint32_t number, uint64_t stream) {
+void Engine<Target>::shrink_barrier(uint32_t absent, uint32_t number, uint64_t stream) {
   check_open();
   detail::require(!is_internode(), "ranks can be done without inside a node alone");
   detail::require((absent >> world_.rank & 1u) == 0 && absent >> world_.num_ranks == 0,
                   "absent = " + std::to_string(absent) + ", must name other ranks of the group");
   World world = world_;
   world.absent = absent;
-  *meeting_ = MeetingResult{number, 0};
+  *shrink_barrier_result_ = ShrinkBarrierResult{number, 0};
   ShrinkBarrierArgs args{};
   args.number = number;
   args.tells_low_latency = can_shrink_;
-  args.result = meeting_;
+  args.result = shrink_barrier_result_;
   launch_in<ShrinkBarrierKernel>(
       world, {.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args, stream);
 }
@@ -223,7 +224,7 @@ void Engine<Target>::meet(uint32_t absent, uint32_t number, uint64_t stream) {
 template <class Target>
 void Engine<Target>::do_without(uint32_t absent) {
   check_open();
-  // Not the words of meetings: peers may be writing there.
+  // Not the words of the shrink barrier: peers may be writing there.
   target_.fill_zero(world_.bases[world_.rank], world_.layout.proposals(world_.num_ranks));
   if (low_latency_bytes_ > 0) zero_low_latency();
   *world_.error = ErrorBlock{};

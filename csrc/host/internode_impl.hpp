@@ -127,7 +127,7 @@ void Engine<Target>::internode_layout(InternodeLayoutArgs args, uint64_t stream)
 
 template <class Target>
 void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank,
-                                      int num_tokens, int32_t* send_node_head, int32_t* send_places,
+                                      int num_tokens, int32_t* send_node_head, int32_t* send_slots,
                                       const ChannelConfig& config, const RailConfig& rail,
                                       uint64_t stream) {
   using detail::require;
@@ -165,7 +165,7 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
   count.node_channel_prefix = const_cast<int32_t*>(args.node_channel_prefix);
   count.rank_channel_prefix = const_cast<int32_t*>(args.rank_channel_prefix);
   count.send_node_head = send_node_head;
-  count.send_places = send_places;
+  count.send_slots = send_slots;
   launch_count(count, stream);
   if constexpr (Target::kHasRail) {
     launch<InternodeNotifyKernel>({.num_blocks = 1,
@@ -176,14 +176,14 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
 }
 
 template <class Target>
-void Engine<Target>::internode_places(const uint8_t* is_token_in_rank, int num_tokens,
-                                      int num_channels, int32_t* send_places, uint64_t stream) {
+void Engine<Target>::internode_send_slots(const uint8_t* is_token_in_rank, int num_tokens,
+                                          int num_channels, int32_t* send_slots, uint64_t stream) {
   detail::require(is_internode(), "the tier between nodes is not enabled");
   InternodeCountArgs count{};
   count.is_token_in_rank = is_token_in_rank;
   count.num_tokens = num_tokens;
   count.num_channels = num_channels;
-  count.send_places = send_places;
+  count.send_slots = send_slots;
   launch_count(count, stream);
 }
 
@@ -348,7 +348,7 @@ LaunchConfig Engine<Target>::shape_combine(InternodeCombineArgs& args,
   const int warp_limit = static_cast<int>(
       min_of<int64_t>(tuning.sender_smem_bytes, limit / max_of(1, args.num_senders)));
   if (warp_limit < StageLayout::min_warp_bytes(meta_bytes, StagePipe::kMinStages) ||
-      tiers_.num_nodes() > kMaxStagedNodes || args.forward_places == nullptr) {
+      tiers_.num_nodes() > kMaxStagedNodes || args.forward_slots == nullptr) {
     args.staging_line = 0;
   }
   if (args.staging_line != 0) {

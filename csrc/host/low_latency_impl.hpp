@@ -256,7 +256,7 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
               .compact_idx = reinterpret_cast<int32_t*>(part(metadata.compact_idx)),
               .compact_weights = reinterpret_cast<float*>(part(metadata.compact_weights)),
               .recv_tokens = reinterpret_cast<int32_t*>(part(metadata.recv_tokens)),
-              .places = reinterpret_cast<int32_t*>(part(metadata.places)),
+              .recv_rows = reinterpret_cast<int32_t*>(part(metadata.recv_rows)),
               .recv_weights = reinterpret_cast<float*>(part(metadata.recv_weights)),
               .cumulative_stats = reinterpret_cast<int32_t*>(call.cumulative_stats),
               .wait_stats = reinterpret_cast<int64_t*>(call.wait_stats)};
@@ -322,7 +322,7 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan,
   args.can_shrink = can_shrink_;
   args.x = reinterpret_cast<const uint8_t*>(call.x);
   args.recv_tokens = reinterpret_cast<const int32_t*>(call.metadata + metadata.recv_tokens);
-  args.places = reinterpret_cast<const int32_t*>(call.metadata + metadata.places);
+  args.recv_rows = reinterpret_cast<const int32_t*>(call.metadata + metadata.recv_rows);
   if (metadata.recv_weights != LowLatencyMetadata::kNone) {
     args.recv_weights = reinterpret_cast<const float*>(call.metadata + metadata.recv_weights);
   }

@@ -26,8 +26,8 @@ enum class RoutingPart : uint8_t {
   kRecvNodePrefix,     // [N, C]
   kRecvNodeSum,        // [N]
   kRecvRankSum,        // [R]
-  kForwardPlaces,      // [(N + 1) * M + C * N * M]
-  kSendPlaces,         // [T, N + R], with a receive region
+  kForwardSlots,       // [(N + 1) * M + C * N * M]
+  kSendSlots,          // [T, N + R], with a receive region
   kCombineStart,       // [C, N, M]
   kCountsPerRank,      // [R], [N], [E]: of a layout that the caller did not give
   kCountsPerNode,
@@ -70,7 +70,7 @@ class RoutingBlock {
   // N nodes of M ranks, R = N * M; E experts.
   static RoutingBlock between_nodes(int64_t num_nodes, int64_t num_ranks, int64_t num_channels,
                                     int64_t num_local_experts, int64_t num_experts,
-                                    int64_t num_tokens, bool has_places, bool has_mask) {
+                                    int64_t num_tokens, bool has_send_slots, bool has_mask) {
     RoutingBlock block;
     using enum RoutingPart;
     const int64_t num_local = num_ranks / num_nodes;
@@ -81,10 +81,10 @@ class RoutingBlock {
     block.take(kRecvNodeSum, kInt32, {num_nodes});
     block.take(kRecvChannelPrefix, kInt32, {num_ranks, num_channels});
     block.take(kRecvRankSum, kInt32, {num_ranks});
-    block.take(kForwardPlaces, kInt32, {(num_nodes + 1 + num_channels * num_nodes) * num_local});
+    block.take(kForwardSlots, kInt32, {(num_nodes + 1 + num_channels * num_nodes) * num_local});
     block.take(kTokensPerExpert, kInt32, {num_local_experts});
     block.take(kRecvCounts, kInt32, {num_ranks});
-    if (has_places) block.take(kSendPlaces, kInt32, {num_tokens, num_nodes + num_ranks});
+    if (has_send_slots) block.take(kSendSlots, kInt32, {num_tokens, num_nodes + num_ranks});
     block.take(kCombineStart, kInt32, {num_channels * num_ranks});
     if (has_mask) {
       block.take(kCountsPerRank, kInt32, {num_ranks});
@@ -129,8 +129,8 @@ class RoutingBlock {
       add("recv_gbl_channel_prefix_matrix", kRecvChannelPrefix);
       add("recv_gbl_rank_prefix_sum", kRecvRankSum);
       add("send_rdma_head", kSendNodeHead);
-      add("forward_places", kForwardPlaces);
-      add("send_places", kSendPlaces);
+      add("forward_slots", kForwardSlots);
+      add("send_slots", kSendSlots);
       add("num_recv_tokens_per_rank", kRecvCounts);
       add_words("num_recv_tokens_tensor", kRecvRankSum, num_ranks - 1, 1);
     } else {

@@ -30,7 +30,7 @@ class RowForecast {
   // That a rank will ever bring, as a layer's ranks have agreed; 0: they have not.
   int64_t agreed_tokens = 0;
 
-  int64_t most_tokens() const { return most_tokens_; }
+  int64_t max_tokens_of_step() const { return most_tokens_; }
   // What has come to this rank, and the most tokens of any.
   void learn(int64_t num_rows, int64_t max_num_tokens) {
     most_rows_ = std::max(most_rows_, num_rows);

@@ -12,13 +12,13 @@ StreamOrder::StreamOrder(std::shared_ptr<StreamTarget> target, std::shared_ptr<F
     : target_(std::move(target)),
       framework_(std::move(framework)),
       comm_(comm),
-      hop_(target_->make_event()),
-      done_(target_->make_event()) {}
+      order_event_(target_->make_event()),
+      last_call_event_(target_->make_event()) {}
 
 void StreamOrder::synchronize() {
-  const std::shared_ptr<Event> done = done_;
+  const std::shared_ptr<Event> event = last_call_event_;
   const InterpreterUnlocked unlocked;
-  if (last_) done->synchronize();
+  if (last_stream_) event->synchronize();
   if (has_graphs_) target_->synchronize();
 }
 
@@ -43,7 +43,7 @@ CallOrder::CallOrder(StreamOrder& order, const StreamOptions& options) : order_(
   if (has_previous) {
     order.framework().comm_waits_for(options.previous_event);
   } else if (caller_ != stream_) {
-    order.hop_->order(caller_, stream_);
+    order.order_event_->order(caller_, stream_);
   }
   is_captured_ = target.is_capturing(stream_);
   if (is_captured_) {
@@ -75,9 +75,9 @@ CallOrder::~CallOrder() {
 
 // `stream` comes after the call before, unless it does so anyway.
 void CallOrder::wait_done(uint64_t stream, bool is_after_caller) {
-  const std::optional<uint64_t>& last = order_->last_;
+  const std::optional<uint64_t>& last = order_->last_stream_;
   if (!last || *last == stream || (is_after_caller && *last == caller_)) return;
-  order_->done_->wait(stream);
+  order_->last_call_event_->wait(stream);
 }
 
 void CallOrder::note_output(const Object& tensor) {
@@ -111,15 +111,15 @@ void CallOrder::resume() {
 }
 
 void CallOrder::follow_caller() {
-  if (was_paused_ && caller_ != stream_) order_->hop_->order(caller_, stream_);
+  if (was_paused_ && caller_ != stream_) order_->order_event_->order(caller_, stream_);
 }
 
 // An event after the call.
 Event& CallOrder::end() {
   has_ended_ = true;
-  Event& event = is_captured_ ? *order_->hop_ : *order_->done_;
+  Event& event = is_captured_ ? *order_->order_event_ : *order_->last_call_event_;
   if (!is_ordered_) return event;
-  if (!is_captured_) order_->last_ = stream_;
+  if (!is_captured_) order_->last_stream_ = stream_;
   event.record(stream_);
   return event;
 }

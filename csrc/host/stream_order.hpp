@@ -44,13 +44,6 @@ class StreamOrder {
   Framework& framework() const { return *framework_; }
   const std::shared_ptr<Framework>& shared_framework() const { return framework_; }
   uint64_t comm() const { return comm_; }
-  // The state, for calls that do not run in a CallOrder yet.
-  const std::shared_ptr<Event>& hop() const { return hop_; }
-  const std::shared_ptr<Event>& done() const { return done_; }
-  const std::optional<uint64_t>& last() const { return last_; }
-  void set_last(uint64_t stream) { last_ = stream; }
-  bool has_graphs() const { return has_graphs_; }
-  void note_graph() { has_graphs_ = true; }
   // Waits for the last call, which all others come before, and for what may be graphs. Lets go of
   // the interpreter's lock.
   void synchronize();
@@ -60,10 +53,10 @@ class StreamOrder {
   std::shared_ptr<StreamTarget> target_;
   std::shared_ptr<Framework> framework_;
   uint64_t comm_;
-  std::shared_ptr<Event> hop_;    // from the caller's stream, and back in a capture
-  std::shared_ptr<Event> done_;   // after the last call; never of a capture
-  std::optional<uint64_t> last_;  // the stream of that call; empty: there was none
-  bool has_graphs_ = false;       // which run on streams that nobody tells of
+  std::shared_ptr<Event> order_event_;      // from the caller's stream, and back in a capture
+  std::shared_ptr<Event> last_call_event_;  // after the last call; never of a capture
+  std::optional<uint64_t> last_stream_;     // the stream of that call; empty: there was none
+  bool has_graphs_ = false;                 // which run on streams that nobody tells of
 };
 
 // One call among the streams: begins when it is made, ends with `finish` or, if the call failed

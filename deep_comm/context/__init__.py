@@ -83,7 +83,7 @@ class Context:
             # What the host target needs to reach a rank is its memory.
             places = memories if device.type == "cpu" else hosts
             self.rail = rails.choose(wanted_rail, device.type, self.topology, places)
-            self.members = self.makers = self.rendezvous.members
+            self.members = self.membership = self.rendezvous.members
             # One rank's for all: hosts may have measured at other times, or not at all.
             self.tuned = self.rendezvous.all_gather_result(
                 "read what was tuned", lambda: tuning.read(device, self.num_ranks)
@@ -176,7 +176,7 @@ class Context:
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
         self.failures = Failures(self.engine, self.backend, self.low_latency_bytes > 0)
         self.native_calls = self._bind_calls(rail_reads_late)
-        self.native_calls.set_members(list(self.makers))
+        self.native_calls.set_members(list(self.membership))
         self.get_dispatch_layout = self.native_calls.get_dispatch_layout
         self.dispatch = self.native_calls.dispatch
         self.combine = self.native_calls.combine
@@ -262,10 +262,10 @@ class Context:
 
     def _tell_absent(self) -> None:
         """Handles are then those of dispatches with these ranks absent."""
-        makers = absent.makers(self.members, self.absent)
-        if makers != self.makers:
-            self.makers = makers
-            self.native_calls.set_members(list(makers))
+        membership = absent.membership(self.members, self.absent)
+        if membership != self.membership:
+            self.membership = membership
+            self.native_calls.set_members(list(membership))
         self.native_calls.set_absent(sorted(self.absent))
 
     def reset_low_latency(self) -> None:

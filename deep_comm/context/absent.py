@@ -16,7 +16,7 @@ _ABSENT = "without rank "
 SINCE_THE_RESET = "must be of a dispatch since the last reset(without=...), or reset() of all ranks"
 
 
-def makers(members: tuple[str, ...], absent: Iterable[int]) -> tuple[str, ...]:
+def membership(members: tuple[str, ...], absent: Iterable[int]) -> tuple[str, ...]:
     """Who makes handles: the members, and which of them were absent. As ``members`` if none is."""
     return (*members, *(f"{_ABSENT}{rank}" for rank in sorted(absent)))
 
@@ -41,7 +41,7 @@ class Absence:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.last_meeting = 0  # of those that go on without others: its number
+        self.last_shrink_barrier = 0  # number of the last barrier of the ranks that go on
         self.ranks: frozenset[int] = frozenset()
 
     def require_present(self, rank_prefix_matrix: Tensor) -> None:
@@ -62,39 +62,41 @@ class Absence:
 
     def end(self) -> None:
         """All ranks are there, and their Buffers' words as new."""
-        self.last_meeting = 0
+        self.last_shrink_barrier = 0
         self.ranks = frozenset()
 
     def go_on(self, engine: Engine, absent: frozenset[int]) -> None:
         """The Buffer's words are as new, on all ranks but ``absent``, of which nothing is wanted
-        from now on. Collective over the others; their kernels meet, no group is asked.
+        from now on. Collective over the others; a kernel agrees with its peers, no group is asked.
 
         This rank's kernels have ended. If it fails, the record stays: the Buffer needs another
         reset.
         """
         bits = sum(1 << rank for rank in absent)
-        number = self.last_meeting + 1 | 1
+        number = self.last_shrink_barrier + 1 | 1
         while True:
-            engine.clear_error()  # or the meeting would give up at once
-            number = self._meet(engine, bits, number)
+            engine.clear_error()  # or the barrier would give up at once
+            number = self._shrink_barrier(engine, bits, number)
             # The absent ranks have been told; only a reset of all ranks takes that back.
             self.ranks = absent
             engine.do_without(absent=bits)
-            found = self._meet(engine, bits, number + 1)
+            found = self._shrink_barrier(engine, bits, number + 1)
             if found == number + 1:
                 return
             number = found | 1  # a peer has begun anew meanwhile
 
-    def _meet(self, engine: Engine, bits: int, number: int) -> int:
-        self.last_meeting = number
+    def _shrink_barrier(self, engine: Engine, bits: int, number: int) -> int:
+        self.last_shrink_barrier = number
         backend = self._backend
         stream = 0 if backend.is_synchronous else backend.comm_stream().cuda_stream
-        engine.meet(absent=bits, number=number, stream=stream)
+        engine.shrink_barrier(absent=bits, number=number, stream=stream)
         backend.synchronize()
-        self.last_meeting, has_agreed = engine.meeting()
+        self.last_shrink_barrier, has_agreed = engine.shrink_barrier_result()
         record = engine.poll_error()
         if record is not None:
             raise errors.from_record(record)
-        if not has_agreed and self.last_meeting == number:
-            raise errors.DeepCommError("a meeting ended without a result; report this as a bug")
-        return self.last_meeting
+        if not has_agreed and self.last_shrink_barrier == number:
+            raise errors.DeepCommError(
+                "a shrink barrier ended without a result; report this as a bug"
+            )
+        return self.last_shrink_barrier

@@ -17,7 +17,7 @@ from deep_comm.ranks.topology import first_expert, num_local_experts
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
-    from deep_comm.layer.host_words import HostWords
+    from deep_comm.layer.host_counters import HostCounters
     from deep_comm.layer.mode import ModeRule
     from deep_comm.layer.shape import MoEShape
 
@@ -35,7 +35,7 @@ class LayerCalls:
         capacity: rows of every group of a decode batch.
         alignment: of the groups of a prefill batch.
         decode(x, topk_idx, topk_weights, asks): an ExpertBatch. With ``asks`` all ranks learn the
-            most tokens of any: by words where all share a host, else by the device. A rank with
+            most tokens of any: by counters where all share a host, else by the device. A rank with
             too many tokens then sends one more than decode takes, which go nowhere.
         begin_decode: the same, and the hook that receives.
         prefill(x, topk_idx, topk_weights, is_bounded): an ExpertBatch.
@@ -45,7 +45,7 @@ class LayerCalls:
         begin_combine: the same, and a function that receives them.
         finish(rows, state): of a decode step that asked: the sums, and whether all ranks had as
             many tokens as decode takes, which the rule has learned then; None: it has not, because
-            the words do not tell.
+            the counters do not tell.
     """
 
     def __init__(
@@ -109,6 +109,6 @@ class LayerCalls:
         ] = calls.begin_combine
         self.finish: Callable[[Any, Decoded], tuple[Tensor, bool | None]] = calls.finish
 
-    def use_words(self, words: HostWords | None) -> None:
+    def use_counters(self, counters: HostCounters | None) -> None:
         """By what the ranks of this host tell one another how many tokens they have."""
-        self._calls.use_words(None if words is None else words.place)
+        self._calls.use_counters(None if counters is None else counters.arguments)

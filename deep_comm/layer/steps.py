@@ -19,7 +19,7 @@ from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.calls import LayerCalls, Receive
 from deep_comm.layer.construction import check_mode
-from deep_comm.layer.host_words import HostWords, most_tokens
+from deep_comm.layer.host_counters import HostCounters, max_tokens_of_step
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
 from deep_comm.layer.shape import Mode
@@ -57,25 +57,25 @@ class Steps:
         self.calls = LayerCalls(
             buffer, shape, self.rule, expert_alignment, max_recv_rows, can_decode
         )
-        words: HostWords | None = None
+        counters: HostCounters | None = None
         ctx = buffer._context
         if can_decode and self._may_exceed and ctx.num_ranks > 1 and ctx.topology.num_nodes == 1:
-            words = HostWords.create(ctx.rendezvous)
-        self.use_words(words)
+            counters = HostCounters.create(ctx.rendezvous)
+        self.use_counters(counters)
 
-    def use_words(self, words: HostWords | None) -> None:
-        """How the ranks of this host tell one another of exchanges that ask; alike on all."""
-        self._host_words = words
-        self.calls.use_words(words)
+    def use_counters(self, counters: HostCounters | None) -> None:
+        """Share the tokens of exchanges among the ranks of a host; alike on all ranks."""
+        self._host_counters = counters
+        self.calls.use_counters(counters)
 
     def begin_anew(self) -> None:
         """Collective."""
         self.rule.begin_anew()
-        words = self._host_words  # of all ranks, or of none
-        if words is not None:
+        counters = self._host_counters  # of all ranks, or of none
+        if counters is not None:
             # Ranks may have failed in different exchanges.
-            told = self.buffer._context.rendezvous.all_gather_object(words.exchange())
-            words.set_exchange(max(told) + 2)
+            told = self.buffer._context.rendezvous.all_gather_object(counters.exchange())
+            counters.set_exchange(max(told) + 2)
 
     # ---- which mode ----------------------------------------------------------------------------
 
@@ -154,9 +154,9 @@ class Steps:
 
     def _most(self, state: Decoded) -> int:
         """Tokens of any rank in an exchange that asks: the last one."""
-        if self._host_words is None:
+        if self._host_counters is None:
             return self.buffer.wait_low_latency_num_tokens()
-        return most_tokens(self.buffer._context, self._host_words, state)
+        return max_tokens_of_step(self.buffer._context, self._host_counters, state)
 
     def _learn(self, batch: ExpertBatch) -> ExpertBatch:
         most = batch.state.max_num_tokens

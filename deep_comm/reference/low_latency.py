@@ -27,7 +27,7 @@ class LowLatencyDispatched:
     recv_count: Tensor  # int32 [L]
     src_info: Tensor  # int32 [L, N]; compact: [N]
     layout_range: Tensor  # int64 [L, R]; compact: [R]
-    places: Tensor  # int32 [R, M, K], row in [L * N], or -1; compact: [R, M], row in [N]
+    recv_rows: Tensor  # int32 [R, M, K], row in [L * N], or -1; compact: [R, M], row in [N]
     num_recv_tokens: int  # a token counts once
     recv_topk_idx: Tensor  # int32 [N, K], rows as in compact output
     recv_topk_weights: Tensor | None  # float32 [N, K]
@@ -145,8 +145,8 @@ def low_latency_dispatch(
         tokens: list[tuple[int, int]] = []
         ranges = torch.zeros(num_local, num_ranks, dtype=torch.int64)
         token_ranges = torch.zeros(num_ranks, dtype=torch.int64)
-        places = torch.full((num_ranks, num_max_tokens, num_topk), -1, dtype=torch.int32)
-        token_places = torch.full((num_ranks, num_max_tokens), -1, dtype=torch.int32)
+        recv_rows = torch.full((num_ranks, num_max_tokens, num_topk), -1, dtype=torch.int32)
+        token_rows = torch.full((num_ranks, num_max_tokens), -1, dtype=torch.int32)
         recv_idx = torch.full((num_slots, num_topk), -1, dtype=torch.int32)
         recv_weights = torch.zeros(num_slots, num_topk)
         for source, topk_idx in enumerate(topk_idxs):
@@ -157,14 +157,14 @@ def low_latency_dispatch(
                     if expert < 0:
                         continue
                     if expert in local[:k]:  # one row, whatever the number of selections
-                        places[source, token, k] = places[source, token, local.index(expert)]
+                        recv_rows[source, token, k] = recv_rows[source, token, local.index(expert)]
                         continue
-                    places[source, token, k] = expert * num_slots + count[expert]
+                    recv_rows[source, token, k] = expert * num_slots + count[expert]
                     rows.append((expert, count[expert], source, token))
                     count[expert] += 1
                 if max(local) < 0:
                     continue
-                token_places[source, token] = len(tokens)
+                token_rows[source, token] = len(tokens)
                 recv_idx[len(tokens)] = torch.tensor(local, dtype=torch.int32)
                 if topk_weights is not None:
                     is_here = torch.tensor(local) >= 0
@@ -199,7 +199,7 @@ def low_latency_dispatch(
                 recv_count=torch.tensor(count, dtype=torch.int32),
                 src_info=src_info[0] if compact else src_info,
                 layout_range=token_ranges if compact else ranges,
-                places=token_places if compact else places,
+                recv_rows=token_rows if compact else recv_rows,
                 num_recv_tokens=len(tokens),
                 recv_topk_idx=recv_idx,
                 recv_topk_weights=recv_weights if topk_weights is not None else None,
@@ -233,11 +233,11 @@ def low_latency_combine(
         for x, received in zip(xs, dispatched, strict=True):
             rows = x.reshape(-1, hidden)
             for token in range(weights.shape[0]):
-                places = received.places[rank, token].reshape(-1)
-                if int(places.max()) < 0:
+                recv_rows = received.recv_rows[rank, token].reshape(-1)
+                if int(recv_rows.max()) < 0:
                     continue
                 partial = torch.zeros(hidden, dtype=torch.float32)
-                for k, place in enumerate(places.tolist()):
+                for k, place in enumerate(recv_rows.tolist()):
                     if place < 0:
                         continue
                     row = rows[place].float()
@@ -271,7 +271,7 @@ def _sum_selections(
     for token, token_weights in enumerate(weights):
         for k, weight in enumerate(token_weights):
             for x, received in zip(xs, dispatched, strict=True):
-                place = int(received.places[rank, token, k])
+                place = int(received.recv_rows[rank, token, k])
                 if place >= 0:
                     total[token] += x.reshape(-1, hidden)[place].float() * weight
     return total.to(xs[0].dtype)

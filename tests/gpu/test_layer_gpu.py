@@ -221,7 +221,7 @@ def long_mixed_run(group, case: LayerCase, num_rounds: int, words: str) -> list[
     device = device_of(group)
     choose = random.Random(group.rank())
     with build(group, case, device) as layer, torch.no_grad():
-        told = layer._steps._host_words
+        told = layer._steps._host_counters
         assert told is not None
         if words == "lost" and group.rank() == 1:
             told.set_exchange(7)  # those of other exchanges, for ever

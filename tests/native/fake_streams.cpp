@@ -249,17 +249,17 @@ class LoggedEngine final : public EngineCalls {
     launch("internode_layout", stream, [=, this] { engine_.internode_layout(args, stream); });
   }
   void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank, int num_tokens,
-                        int32_t* send_node_head, int32_t* send_places, const ChannelConfig& config,
+                        int32_t* send_node_head, int32_t* send_slots, const ChannelConfig& config,
                         const RailConfig& rail, uint64_t stream) override {
     launch("internode_notify", stream, [=, this] {
-      engine_.internode_notify(args, is_token_in_rank, num_tokens, send_node_head, send_places,
+      engine_.internode_notify(args, is_token_in_rank, num_tokens, send_node_head, send_slots,
                                config, rail, stream);
     });
   }
-  void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
-                        int32_t* send_places, uint64_t stream) override {
-    launch("internode_places", stream, [=, this] {
-      engine_.internode_places(is_token_in_rank, num_tokens, num_channels, send_places, stream);
+  void internode_send_slots(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
+                            int32_t* send_slots, uint64_t stream) override {
+    launch("internode_send_slots", stream, [=, this] {
+      engine_.internode_send_slots(is_token_in_rank, num_tokens, num_channels, send_slots, stream);
     });
   }
   std::optional<TwoTierCounts> wait_internode_counts(bool is_early) override {

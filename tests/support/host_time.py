@@ -20,7 +20,7 @@ import torch
 
 import deep_comm
 from deep_comm import local
-from deep_comm.layer.host_words import HostWords
+from deep_comm.layer.host_counters import HostCounters
 
 ROUNDS, CALLS = 60, 40
 HAS_GPU = torch.cuda.is_available()
@@ -167,7 +167,7 @@ def layer_table(group: Any, num_tokens: int) -> list[tuple[str, ...]]:
         group, hidden=hidden, num_experts=experts, num_topk=topk, max_tokens=64, decode_tokens=32,
         max_recv_rows=max_rows, timeout_s=20, device=None if HAS_GPU else "cpu",
     ) as layer:  # fmt: skip
-        layer._steps.use_words(HostWords.create(layer.buffer._context.rendezvous))
+        layer._steps.use_counters(HostCounters.create(layer.buffer._context.rendezvous))
         calls = layer_calls(layer, num_tokens, max_rows)
         for _ in range(3):
             for call in calls.values():

@@ -413,10 +413,10 @@ def check_logfmt(case: LowLatencyCase, scale: float) -> None:
         total = torch.zeros(num_tokens, case.hidden)
         bound = torch.zeros_like(total)
         for (rows, _), received in zip(results, dispatched, strict=True):
-            places = received.places[rank, :num_tokens]
-            places = places.reshape(num_tokens, 1 if case.compact else case.topk)
-            taken = rows.view(-1, case.hidden)[places.clamp(min=0)].float()
-            taken *= (places >= 0)[:, :, None]
+            recv_rows = received.recv_rows[rank, :num_tokens]
+            recv_rows = recv_rows.reshape(num_tokens, 1 if case.compact else case.topk)
+            taken = rows.view(-1, case.hidden)[recv_rows.clamp(min=0)].float()
+            taken *= (recv_rows >= 0)[:, :, None]
             if not case.compact:
                 taken *= weights[rank][:, :, None]
             partial = taken.sum(dim=1)

@@ -91,7 +91,7 @@ struct InternodeCountArgs {
   int32_t* send_node_head;
   // out [T, N + R], or null. The place of a token at a target, first the nodes, then the ranks: its
   // ordinal among all tokens of this rank that go there, or -1
-  int32_t* send_places;
+  int32_t* send_slots;
 };
 
 // Totals that the host waits for; host memory that kernels reach.
@@ -126,8 +126,8 @@ struct InternodeNotifyArgs {
   int32_t* recv_node_prefix_sum;     // out [N]     rows of nodes 0..n to forward
   int32_t* recv_rank_channel_start;  // out [R, C]  where the rows of channel c of source r begin
   int32_t* recv_rank_prefix_sum;     // out [R]     rows of sources 0..r
-  int32_t* combine_start;   // out [C, N, M]  where a node's rows begin in combine's ring of a rank
-  int32_t* forward_places;  // out [N + 1, M], [C, N, M]: see InternodeCombineArgs
+  int32_t* combine_start;  // out [C, N, M]  where a node's rows begin in combine's ring of a rank
+  int32_t* forward_slots;  // out [N + 1, M], [C, N, M]: see InternodeCombineArgs
   int32_t* num_recv_tokens_per_expert;  // out [num_local_experts]
   int32_t* num_recv_tokens_per_rank;    // out [R]
 };
@@ -161,9 +161,9 @@ struct InternodeDispatchArgs {
   // First line of this rank's outputs in its segment; 0: elsewhere, and no stages
   uint32_t output_line;
   uint32_t src_line;
-  const int32_t* send_places;          // [T, N + R]
+  const int32_t* send_slots;           // [T, N + R]
   const int32_t* node_channel_prefix;  // [N, C]
-  const int32_t* forward_places;       // see InternodeCombineArgs; with send_rank_head
+  const int32_t* forward_slots;        // see InternodeCombineArgs; with send_rank_head
   // routing
   const uint8_t* is_token_in_rank;          // [T, R]
   const int32_t* send_node_head;            // [T, N]
@@ -231,7 +231,7 @@ struct InternodeCombineArgs {
   // [N + 1, M]: rows that a local rank returns to this one from nodes before n. Then [C, N, M]:
   // what is added to an entry of send_rank_head to get the row's place among all rows of that rank.
   // Null: no staging
-  const int32_t* forward_places;
+  const int32_t* forward_slots;
   const int32_t* send_node_head;            // [T, N]
   const int32_t* send_rank_head;            // [F, M]
   const int32_t* recv_node_channel_prefix;  // [N, C]

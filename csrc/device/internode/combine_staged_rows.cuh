@@ -29,7 +29,7 @@ class LocalRows {
     const int num_nodes = args_.tiers.num_nodes(), num_local = args_.world.num_ranks;
     const int head =
         arch::ld_nc(args_.send_rank_head + static_cast<int64_t>(row) * num_local + lane);
-    const int start = arch::ld_nc(args_.forward_places + (num_nodes + 1) * num_local +
+    const int start = arch::ld_nc(args_.forward_slots + (num_nodes + 1) * num_local +
                                   (channel * num_nodes + node) * num_local + lane);
     return head < 0 ? -1 : start + head;
   }

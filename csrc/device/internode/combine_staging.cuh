@@ -74,7 +74,7 @@ struct StagedTables {
         returned_chunks[local] = chunks;
         num_rounds[local] = most;
         received_chunks[local] = PairChunks::of(
-            arch::ld_nc(args.forward_places + num_nodes * num_local + local), num_nodes);
+            arch::ld_nc(args.forward_slots + num_nodes * num_local + local), num_nodes);
       }
       if (is_source) {
         returned[local][lane + 1] = sum;
@@ -83,7 +83,7 @@ struct StagedTables {
     }
     for (int idx = arch::thread_idx(); idx < (num_nodes + 1) * num_local;
          idx += arch::num_threads()) {
-      received[idx % num_local][idx / num_local] = arch::ld_nc(args.forward_places + idx);
+      received[idx % num_local][idx / num_local] = arch::ld_nc(args.forward_slots + idx);
     }
     for (int node = arch::thread_idx(); node < num_nodes; node += arch::num_threads()) {
       forwarded[node + 1] = arch::ld_nc(args.recv_node_prefix_sum + node);
@@ -225,7 +225,7 @@ DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCom
   const RailTier& tier = args.tiers.rail;
   const int parity = static_cast<int>(contexts.node.generation & 1u), lane = arch::lane_idx();
   const StagingPlan plan(args, tables);
-  // Without forward_places there are no tables.
+  // Without forward_slots there are no tables.
   bool has_room = args.staging_line != 0 && plan.has_room();
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;

@@ -2,7 +2,7 @@
 //
 // in     is_token_in_rank [T, R]
 // out    node_channel_prefix [N, C], rank_channel_prefix [R, C], send_node_head [T, N],
-//        send_places [T, N + R]; each may be omitted
+//        send_slots [T, N + R]; each may be omitted
 // grid   any number of blocks; a block handles one target (node, then rank) at a time, a warp one
 //        channel
 // smem   int32 [C]
@@ -56,7 +56,7 @@ DC_DEVICE void place_channel(const InternodeCountArgs& args, int channel, int ta
     const bool goes = token < range.end && goes_to(args, token, target);
     const uint32_t going = arch::ballot(kFullMask, goes);
     if (token < range.end) {
-      arch::st_weak(args.send_places + static_cast<int64_t>(token) * num_targets + target,
+      arch::st_weak(args.send_slots + static_cast<int64_t>(token) * num_targets + target,
                     goes ? start + arch::popc(going & lower_lanes) : -1);
     }
     start += arch::popc(going);
@@ -88,7 +88,7 @@ DC_DEVICE void internode_count(const InternodeCountArgs& args) {
       }
     }
     arch::sync_block();
-    for (int channel = arch::warp_idx(); args.send_places != nullptr && channel < args.num_channels;
+    for (int channel = arch::warp_idx(); args.send_slots != nullptr && channel < args.num_channels;
          channel += arch::num_warps()) {
       place_channel(args, channel, target, counts[channel]);
     }

@@ -88,7 +88,7 @@ DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
   const TwoTier& tiers = args.tiers;
   const int num_ranks = tiers.num_ranks();
   uint32_t offer = TierOffer::kAll;
-  if (args.output_line == 0 || args.send_places == nullptr ||
+  if (args.output_line == 0 || args.send_slots == nullptr ||
       arch::ld_nc(args.recv_rank_prefix_sum + num_ranks - 1) > args.num_recv_rows) {
     offer = 0;
   }

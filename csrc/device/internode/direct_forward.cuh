@@ -69,7 +69,7 @@ DC_DEVICE void write_rank_heads(const InternodeDispatchArgs& args, int node, int
   if (local >= num_local || forwarded >= args.num_forward_rows) return;
   const int num_nodes = args.tiers.num_nodes();
   // Converts the place among all rows of the rank to an ordinal in combine's ring.
-  const int32_t* places = args.forward_places;
+  const int32_t* places = args.forward_slots;
   const int before = arch::ld_nc(places + node * num_local + local);
   const int shift =
       arch::ld_nc(places + ((1 + channel) * num_nodes + 1 + node) * num_local + local);
@@ -199,12 +199,12 @@ class RowForwarder {
     advance(store_);
   }
 
-  DC_DEVICE const int32_t* places_in(const uint8_t* meta) const {
-    return reinterpret_cast<const int32_t*>(meta + args_.placed.places_offset());
+  DC_DEVICE const int32_t* slots_in(const uint8_t* meta) const {
+    return reinterpret_cast<const int32_t*>(meta + args_.placed.slots_offset());
   }
   // Lane i serves local rank (own + 1 + i) % M, so ranks do not all write to the same one.
   DC_DEVICE int64_t row_at(const uint8_t* meta, int local) const {
-    const int place = places_in(meta)[local];
+    const int place = slots_in(meta)[local];
     if (place < 0) return -1;
     const int num_nodes = args_.tiers.num_nodes();
     const int64_t row =
@@ -223,7 +223,7 @@ class RowForwarder {
   // Writes a row's metadata to the ranks that get it, and for combine, which ranks these are.
   DC_DEVICE void forward_meta(const uint8_t* meta) {
     const int lane = arch::lane_idx(), num_local = args_.tiers.ranks_per_node();
-    const int my_place = lane < num_local ? places_in(meta)[lane] : -1;
+    const int my_place = lane < num_local ? slots_in(meta)[lane] : -1;
     const uint32_t rank_mask = arch::ballot(kFullMask, my_place >= 0);
     for (int local = 0; local < num_local; ++local) {
       const int64_t row = row_at(meta, local);

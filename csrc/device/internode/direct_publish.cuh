@@ -82,7 +82,7 @@ class RowPublisher {
     const TwoTier& tiers = args_.tiers;
     const int num_channels = args_.rail_rings.num_channels;
     const int node = (tiers.rail.node + 1 + other) % tiers.num_nodes();
-    const int place = arch::ld_nc(places_of(args_, token) + node);
+    const int place = arch::ld_nc(slots_of(args_, token) + node);
     if (place < 0) return {node, 0, false, false};
     const RailChunks chunks = rail_chunks(
         args_, is_near_, arch::ld_nc(args_.node_channel_prefix + (node + 1) * num_channels - 1));

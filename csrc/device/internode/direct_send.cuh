@@ -27,8 +27,8 @@ DC_DEVICE StagePipe make_tier_pipe(const InternodeDispatchArgs& args, const Stag
   return pipe;
 }
 
-DC_DEVICE const int32_t* places_of(const InternodeDispatchArgs& args, int64_t token) {
-  return args.send_places + token * (args.tiers.num_nodes() + args.tiers.num_ranks());
+DC_DEVICE const int32_t* slots_of(const InternodeDispatchArgs& args, int64_t token) {
+  return args.send_slots + token * (args.tiers.num_nodes() + args.tiers.num_ranks());
 }
 
 // The slot of the row-th row for another node: there if stores reach it, else here.
@@ -56,9 +56,9 @@ DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* met
     arch::st_weak(weights + k,
                   args.topk_weights != nullptr ? arch::ld_nc(args.topk_weights + position) : 0.0f);
   }
-  const int32_t* places = places_of(args, token) + args.tiers.num_nodes() + node * num_local;
+  const int32_t* places = slots_of(args, token) + args.tiers.num_nodes() + node * num_local;
   if (lane < num_local) {
-    arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.places_offset()) + lane,
+    arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.slots_offset()) + lane,
                   arch::ld_nc(places + lane));
   }
   if (lane == 0) {
@@ -132,12 +132,12 @@ class TokenSender {
   }
 
  private:
-  // One destination: its rows by place, and the column of send_places that holds a token's place.
+  // One destination: its rows by place, and the column of send_slots that holds a token's place.
   struct Target {
     uint8_t* rows = nullptr;
     size_t stride = 0;
     int64_t num_rows = 0;
-    int column = 0;  // of send_places
+    int column = 0;  // of send_slots
     uint8_t* scales = nullptr;
     size_t scale_stride = 0;
 
@@ -181,7 +181,7 @@ class TokenSender {
   DC_DEVICE int place_at(const Target& target, int token) const {
     return token < 0 || target.rows == nullptr
                ? -1
-               : arch::ld_nc(places_of(args_, token) + target.column);
+               : arch::ld_nc(slots_of(args_, token) + target.column);
   }
 
   DC_DEVICE void load_next() {

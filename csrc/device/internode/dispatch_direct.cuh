@@ -32,7 +32,7 @@ DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* en
   const TwoTier& tiers = args.tiers;
   const int lane = arch::lane_idx(), num_topk = args.message.num_topk, own = tiers.rail.node;
   const int num_local = tiers.ranks_per_node(), num_nodes = tiers.num_nodes();
-  const int32_t* places = places_of(args, token);
+  const int32_t* places = slots_of(args, token);
   const int row_of_node = arch::ld_nc(places + own);
   if (row_of_node < 0) return;
   const int my_place =

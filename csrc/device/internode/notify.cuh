@@ -5,7 +5,7 @@
 //        (internode_count)
 // out    recv_node_channel_prefix [N, C], recv_node_prefix_sum [N]      rows to forward
 //        recv_rank_channel_start [R, C], recv_rank_prefix_sum [R]       rows to receive
-//        combine_start [C, N, M]; forward_places [(N + 1) M + C N M]; counts (host memory);
+//        combine_start [C, N, M]; forward_slots [(N + 1) M + C N M]; counts (host memory);
 //        num_recv_tokens_per_expert, num_recv_tokens_per_rank
 // grid   one block
 // rounds two, which are also the barrier over all ranks: the counts for a node are sent over the
@@ -203,7 +203,7 @@ DC_DEVICE void write_forward_prefixes(const InternodeNotifyArgs& args, int parit
 
 // What the node's ranks return in combine: rows that this rank forwards, by node and channel. The
 // whole block, after write_forward_prefixes and a barrier.
-DC_DEVICE void write_forward_places(const InternodeNotifyArgs& args, int parity) {
+DC_DEVICE void write_forward_slots(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
@@ -216,10 +216,10 @@ DC_DEVICE void write_forward_places(const InternodeNotifyArgs& args, int parity)
   for (int local = arch::thread_idx(); local < num_local; local += arch::num_threads()) {
     int32_t sum = 0;
     for (int node = 0; node < num_nodes; ++node) {
-      arch::st_weak(args.forward_places + node * num_local + local, sum);
+      arch::st_weak(args.forward_slots + node * num_local + local, sum);
       sum += arch::ld_weak(prefix_of(node, local) + num_channels - 1);
     }
-    arch::st_weak(args.forward_places + num_nodes * num_local + local, sum);
+    arch::st_weak(args.forward_slots + num_nodes * num_local + local, sum);
   }
   arch::sync_block();
   for (int idx = arch::thread_idx(); idx < num_channels * num_nodes * num_local;
@@ -227,15 +227,15 @@ DC_DEVICE void write_forward_places(const InternodeNotifyArgs& args, int parity)
     const int local = idx % num_local, node = idx / num_local % num_nodes;
     const int channel = idx / num_local / num_nodes;
     const int32_t before = channel == 0 ? 0 : arch::ld_weak(prefix_of(node, local) + channel - 1);
-    arch::st_weak(args.forward_places + (num_nodes + 1) * num_local + idx,
-                  arch::ld_weak(args.forward_places + node * num_local + local) + before -
+    arch::st_weak(args.forward_slots + (num_nodes + 1) * num_local + idx,
+                  arch::ld_weak(args.forward_slots + node * num_local + local) + before -
                       arch::ld_weak(args.combine_start + idx));
   }
   if (arch::thread_idx() == 0) {
     int32_t num_rows = 0;
     for (int local = 0; local < num_local; ++local) {
       if (local == world.rank) continue;
-      num_rows += arch::ld_weak(args.forward_places + num_nodes * num_local + local);
+      num_rows += arch::ld_weak(args.forward_slots + num_nodes * num_local + local);
     }
     arch::st_relaxed_sys(&args.counts->num_returning_rows, num_rows);
   }
@@ -326,7 +326,7 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
   check_rail_headers(contexts.node, args, parity);
   write_forward_prefixes(args, parity);
   arch::sync_block();
-  write_forward_places(args, parity);
+  write_forward_slots(args, parity);
   if (arch::warp_idx() == 0) write_receive_prefixes(args, parity);
   write_expert_totals(args, parity);
   arch::sync_block();

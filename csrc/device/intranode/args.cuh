@@ -319,7 +319,7 @@ struct CombineArgs {
 };
 
 // The result of a shrink barrier; host memory that kernels reach.
-struct MeetingResult {
+struct ShrinkBarrierResult {
   uint32_t number;      // agreed on by all, or this rank's last proposal
   uint32_t has_agreed;  // 1: all have arrived and name the same ranks
 };
@@ -328,7 +328,7 @@ struct ShrinkBarrierArgs {
   World world;             // absent: the ranks to be left out from now on
   uint32_t number;         // proposed: odd for the first barrier of a reset, even for the second
   bool tells_low_latency;  // also mask them in low-latency calls
-  MeetingResult* result;
+  ShrinkBarrierResult* result;
 };
 
 }  // namespace deep_comm

@@ -248,22 +248,23 @@ DC_DEVICE void write_totals(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
   const int peer = arch::lane_idx();
   bool is_direct = true;
-  int32_t most_tokens = 0;
+  int32_t max_tokens_of_step = 0;
   if (peer < world.num_ranks) {
     const int32_t num_rows = write_rank_prefix(context, args, peer);
     const bool is_expanded = args.expansion.first_rows != nullptr;
     if (!world.is_absent(peer)) {
-      most_tokens = arch::ld_weak(world.counts(world.rank, peer, context.generation) +
-                                  static_cast<int>(HeaderField::kNumTokens));
+      max_tokens_of_step = arch::ld_weak(world.counts(world.rank, peer, context.generation) +
+                                         static_cast<int>(HeaderField::kNumTokens));
       const int32_t wanted = is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows;
       is_direct = words_of_notify(world, peer, context.generation).has_room(wanted);
     }
   }
   is_direct = arch::all(kFullMask, is_direct);
   for (int mask = kMaxRanks / 2; mask > 0; mask /= 2)
-    most_tokens = max_of(most_tokens, arch::shfl_xor(kFullMask, most_tokens, mask));
+    max_tokens_of_step =
+        max_of(max_tokens_of_step, arch::shfl_xor(kFullMask, max_tokens_of_step, mask));
   if (peer != 0) return;
-  arch::st_relaxed_sys(&args.counts->max_num_tokens, most_tokens);
+  arch::st_relaxed_sys(&args.counts->max_num_tokens, max_tokens_of_step);
   arch::st_relaxed_sys(&args.counts->is_direct, is_direct ? 1 : 0);
   // pairs with: the end of this kernel — read by the next dispatch
   const NotifyResult result = is_aborted(world) ? NotifyResult::kFailed

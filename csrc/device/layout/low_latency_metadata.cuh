@@ -2,11 +2,11 @@
 // allocation, and one address for the combine that follows. L local experts; N = R * M rows per
 // expert, or compact in all.
 //
-//   block = [ recv_count | num_recv | ticket | recv_tokens | layout_range | src_info | places
+//   block = [ recv_count | num_recv | ticket | recv_tokens | layout_range | src_info | recv_rows
 //           | recv_weights | compact_idx | compact_weights | num_rows | return_addresses ]
 //
 // The parts from recv_weights on exist only in calls that need them. num_rows and return_addresses
-// exist between nodes only. There places and recv_weights are by source and slot, not by token.
+// exist between nodes only. There recv_rows and recv_weights are by source and slot, not by token.
 #pragma once
 
 #include "device/layout/region.cuh"
@@ -22,7 +22,7 @@ struct LowLatencyMetadata {
   size_t recv_tokens;      // int32 [R]
   size_t layout_range;     // int64 [L, R] or [R]
   size_t src_info;         // int32 [L, N] or [N]
-  size_t places;           // int32 [R, M, K] or [R, M]
+  size_t recv_rows;        // int32 [R, M, K] or [R, M]
   size_t recv_weights;     // float32 [R, M, K]
   size_t compact_idx;      // int32 [N, K]
   size_t compact_weights;  // float32 [N, K]
@@ -47,7 +47,7 @@ struct LowLatencyMetadata {
     layout.recv_tokens = take(num_ranks, 4);
     layout.layout_range = take(num_groups * num_ranks, 8);
     layout.src_info = take(num_groups * num_rows, 4);
-    layout.places = take(num_rows * (is_compact ? 1 : num_topk), 4);
+    layout.recv_rows = take(num_rows * (is_compact ? 1 : num_topk), 4);
     layout.recv_weights = take(num_rows * num_topk, 4, has_weights && !is_compact);
     layout.compact_idx = take(num_rows * num_topk, 4, is_compact);
     layout.compact_weights = take(num_rows * num_topk, 4, has_weights && is_compact);

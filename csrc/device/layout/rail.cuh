@@ -215,9 +215,9 @@ struct PlacedRailMessage {
   DC_HOST_DEVICE int topk_idx_offset() const { return align_up(scale_row_bytes, 4); }
   DC_HOST_DEVICE int topk_weights_offset() const { return topk_idx_offset() + 4 * num_topk; }
   DC_HOST_DEVICE int src_idx_offset() const { return topk_weights_offset() + 4 * num_topk; }
-  DC_HOST_DEVICE int places_offset() const { return src_idx_offset() + 4; }
+  DC_HOST_DEVICE int slots_offset() const { return src_idx_offset() + 4; }
   DC_HOST_DEVICE int meta_bytes() const {
-    return align_up(places_offset() + 4 * ranks_per_node, 128);
+    return align_up(slots_offset() + 4 * ranks_per_node, 128);
   }
   DC_HOST_DEVICE int slot_bytes() const { return meta_bytes() + align_up(row_bytes, 128); }
 };

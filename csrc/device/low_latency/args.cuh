@@ -76,7 +76,7 @@ struct LowLatencyOutputs {
   float* compact_weights;  // compact: [R*M, K], or null
   // for combine
   int32_t* recv_tokens;  // [R]: tokens of each source
-  int32_t* places;       // [R, M, K] or [R, M]: rows of a token's top-k entries on this rank, or -1
+  int32_t* recv_rows;    // [R, M, K] or [R, M]: rows of a token's top-k entries on this rank, or -1
   float* recv_weights;   // [R, M, K], or null
   // statistics
   int32_t* cumulative_stats;  // [L], += rows, or null
@@ -124,7 +124,7 @@ struct LowLatencyCombineArgs {
   // as expert rank
   const uint8_t* x;            // [L, R*M, H] or [R*M, H] bfloat16
   const int32_t* recv_tokens;  // [R]
-  const int32_t* places;       // [R, M, K] or [R, M]
+  const int32_t* recv_rows;    // [R, M, K] or [R, M]
   const float* recv_weights;   // [R, M, K] if dispatch sent the weights, else null
   // as source
   int num_tokens;

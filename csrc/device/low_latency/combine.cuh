@@ -2,7 +2,7 @@
 // they are added.
 //
 // in     x [L, R*M, H] bfloat16 in dispatch's rows, or compact [R*M, H], one row per token;
-//        topk_weights [T, K] at the source; at the expert's rank recv_tokens, places and, if the
+//        topk_weights [T, K] at the source; at the expert's rank recv_tokens, recv_rows and, if the
 //        weights were sent by dispatch, recv_weights
 // out    combined_x [T, H]
 // sum    an expert's rank adds weight * row over a token's top-k entries there, k ascending, in

@@ -51,7 +51,7 @@ struct RawSummand {
     const int64_t slot =
         static_cast<int64_t>(source_of(task)) * args.shape.num_max_tokens + token_of(task);
     const int64_t position = slot * num_columns + k;
-    raw.row = arch::ld_nc(args.places + position);
+    raw.row = arch::ld_nc(args.recv_rows + position);
     // Beside the place, whether it is needed or not: they are trips to memory.
     if (kRows == CombineRows::kSums && args.recv_weights != nullptr) {
       raw.weight = arch::ld_nc(args.recv_weights + position);

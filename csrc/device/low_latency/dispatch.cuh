@@ -6,7 +6,7 @@
 // out    expert-major: recv_x [L, R*M, row], rows of an expert by (source, token); recv_count,
 //        src_info, layout_range
 //        compact: recv_x [R*M, row], rows by (source, token), with local experts and weights of
-//        each; for combine: recv_tokens, places, recv_weights
+//        each; for combine: recv_tokens, recv_rows, recv_weights
 // grid   B blocks, the same B on all ranks: block b sends a share of this rank's tokens and
 //        receives the shares that the blocks b of all ranks have sent (LowLatencyShare)
 // smem   BlockMemory; with staged rows also a slot. Then no block has more than one token.

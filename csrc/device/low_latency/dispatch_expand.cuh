@@ -76,9 +76,9 @@ DC_DEVICE bool find_output_rows(const Context& context, const LowLatencyDispatch
     num_rows += arch::popc(writers);
     if (k >= num_topk || !is_leading) continue;
     if (!out.is_compact) {
-      arch::st_weak(out.places + token_row * num_topk + k, row);
+      arch::st_weak(out.recv_rows + token_row * num_topk + k, row);
     } else {
-      if (k == 0) arch::st_weak(out.places + token_row, row);
+      if (k == 0) arch::st_weak(out.recv_rows + token_row, row);
       const int64_t position = static_cast<int64_t>(row) * num_topk + k;
       if (row >= 0) {
         arch::st_weak(out.compact_idx + position, route.local_expert);

@@ -1,6 +1,6 @@
 // The arguments of the low-latency kernels of a group of several nodes: those inside a node, and
 // what is needed to reach other nodes. `region` of the base is not used. R in shapes is the number
-// of the group's ranks. places and recv_weights are by slot, [R, M, K], not by token.
+// of the group's ranks. recv_rows and recv_weights are by slot, [R, M, K], not by token.
 #pragma once
 
 #include "device/layout/low_latency_rail.cuh"

@@ -1,6 +1,6 @@
 // combine for decoding in a group of several nodes: every expert rank returns its rows directly to
 // the ranks that own the tokens, where they are added. Arguments, sums and their order are those of
-// low_latency_combine; places and recv_weights are by slot.
+// low_latency_combine; recv_rows and recv_weights are by slot.
 //
 // grid   B blocks; received rows, and at the source tokens (LowLatencyShare), are distributed over
 //        them
@@ -99,7 +99,7 @@ DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCom
   for (int base = 0; base < num_columns && has_all; base += kWarpSize) {
     const int k = base + arch::lane_idx();
     const bool is_column = k < num_columns;
-    const int row = is_column ? arch::ld_nc(args.places + slot * num_columns + k) : -1;
+    const int row = is_column ? arch::ld_nc(args.recv_rows + slot * num_columns + k) : -1;
     uint32_t bits = 0;
     // All of them, also those for other ranks: none may arrive later than the credit for them.
     if (is_column && awaits_weights) {

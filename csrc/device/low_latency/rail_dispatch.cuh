@@ -1,6 +1,6 @@
 // dispatch for decoding in a group of several nodes: every token is sent once to every rank that
 // holds one of its experts, directly over the rail, or over NVLink inside the node. Arguments and
-// outputs are those of low_latency_dispatch, except for places and recv_weights, which are by slot;
+// outputs are those of low_latency_dispatch, except for recv_rows and recv_weights, which are by slot;
 // and num_rows, return_addresses for combine.
 //
 // grid   B blocks; the last one counts, if there are two. Tokens, and rows that arrive, are

@@ -224,7 +224,7 @@ DC_DEVICE void forget_row(const LowLatencyRailDispatchArgs& args, const RailBloc
                           int64_t slot_idx) {
   const int num_columns = args.out.is_compact ? 1 : args.shape.num_topk, warp = arch::warp_idx();
   for (int k = arch::lane_idx(); k < num_columns; k += kWarpSize)
-    arch::st_weak(args.out.places + slot_idx * num_columns + k, -1);
+    arch::st_weak(args.out.recv_rows + slot_idx * num_columns + k, -1);
   if (arch::lane_idx() != 0) return;
   arch::st_weak(args.return_addresses + slot_idx, ReturnAddress{0, 0}.pack());
   memory.num_rows[warp] = 0;
@@ -288,7 +288,7 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
     }
     num_rows += arch::popc(here);
     if (k >= num_topk || out.is_compact) continue;
-    arch::st_weak(out.places + slot_idx * num_topk + k, out_row);
+    arch::st_weak(out.recv_rows + slot_idx * num_topk + k, out_row);
     if (out.recv_weights != nullptr) {
       arch::st_weak(out.recv_weights + slot_idx * num_topk + k, is_here ? route.weight : 0.0f);
     }
@@ -310,7 +310,7 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
   if (out.is_compact) {
     num_rows = 1;
     memory.rows[warp * num_topk] = compact_row;
-    arch::st_weak(out.places + slot_idx, compact_row);
+    arch::st_weak(out.recv_rows + slot_idx, compact_row);
     arch::st_weak(out.src_info + compact_row, token);
   }
   memory.num_rows[warp] = num_rows;

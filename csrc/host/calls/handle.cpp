@@ -136,8 +136,8 @@ void fill_between_nodes(const Memory& memory, const GivenHandle& given, Dispatch
   routing.recv_src_meta = memory.address_of(tensors[7]);
   routing.send_node_head = memory.address_of(tensors[8]);
   routing.send_rank_head = memory.address_of(tensors[9]);
-  routing.send_places = memory.address_of(given.send_places);
-  routing.forward_places = memory.address_of(given.forward_places);
+  routing.send_slots = memory.address_of(given.send_slots);
+  routing.forward_slots = memory.address_of(given.forward_slots);
   record->num_tokens = tensors[0].shape[0];
   record->num_channels = static_cast<int>(tensors[1].shape[1]);
   record->num_recv_rows = tensors[7].shape[0];
@@ -182,8 +182,8 @@ std::shared_ptr<DispatchRecord> record_of(const CallContext& context, const Give
     if (tensor.is_given()) record->held.tensors.push_back(Object::borrow(tensor.object));
   };
   for (const TensorRef& tensor : tensors) hold(tensor);
-  hold(given.send_places);
-  hold(given.forward_places);
+  hold(given.send_slots);
+  hold(given.forward_slots);
   if (given.expansion) {
     const GivenHandle::Expansion& rows = *given.expansion;
     for (const TensorRef& tensor : {rows.expert_offsets, rows.expert_counts, rows.recv_rows,

@@ -39,7 +39,7 @@ struct GivenHandle {
   bool has_default_sms = false;
   std::optional<uint64_t> owner_stream;
   std::optional<Expansion> expansion;
-  TensorRef send_places, forward_places;  // between nodes
+  TensorRef send_slots, forward_slots;  // between nodes
   std::optional<int64_t> num_returning_rows;
 };
 

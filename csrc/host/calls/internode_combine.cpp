@@ -61,7 +61,7 @@ class ReservedTierCombine : public CheckedTierCombine {
           memory.empty(TensorSpec::of(kFloat32, {num_tokens, checked_.num_topk}), order_);
     }
     // Without the places of rows, or room for them, the rings serve.
-    if (handle().routing.forward_places == 0 || !context_.has_region()) return;
+    if (handle().routing.forward_slots == 0 || !context_.has_region()) return;
     num_staging_rows_ = num_staging_rows_of(context_.group, handle());
     staging_ = memory.take(static_cast<size_t>(num_staging_rows_) *
                                staging_row_bytes(checked_.row_bytes, checked_.num_topk),
@@ -94,7 +94,7 @@ class LaunchedTierCombine : public ReservedTierCombine {
     args.recv_rank_channel_start = pointer_of<int32_t>(routing.recv_channel_prefix);
     args.recv_rank_prefix_sum = pointer_of<int32_t>(routing.recv_rank_sum);
     args.node_channel_prefix = pointer_of<int32_t>(routing.node_prefix);
-    args.forward_places = pointer_of<int32_t>(routing.forward_places);
+    args.forward_slots = pointer_of<int32_t>(routing.forward_slots);
     args.num_tokens = static_cast<int>(handle().num_tokens);
     args.num_rows = static_cast<int>(handle().num_recv_rows);
     args.num_forward_rows = static_cast<int>(handle().num_forward_rows);

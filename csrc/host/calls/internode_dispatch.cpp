@@ -55,7 +55,7 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   args.recv_rank_channel_start = pointer_of<int32_t>(routing.recv_channel_prefix);
   args.recv_rank_prefix_sum = pointer_of<int32_t>(routing.recv_rank_sum);
   args.node_channel_prefix = pointer_of<int32_t>(routing.node_prefix);
-  args.send_places = pointer_of<int32_t>(routing.send_places);
+  args.send_slots = pointer_of<int32_t>(routing.send_slots);
   args.x = pointer_of<uint8_t>(payload.x);
   args.num_tokens = static_cast<int>(payload.num_tokens);
   args.x_scales = pointer_of<uint8_t>(payload.scales);
@@ -85,7 +85,7 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   }
   if (movement.is_new) {
     args.combine_start = pointer_of<int32_t>(movement.combine_start);
-    args.forward_places = pointer_of<int32_t>(routing.forward_places);
+    args.forward_slots = pointer_of<int32_t>(routing.forward_slots);
   }
   const RingPlan& plan = movement.plan;
   context.launch([&] {
@@ -157,7 +157,7 @@ class ReservedTierRepeat : public CheckedTierRepeat {
         rows_(TierRows::allocate(context_, form_, handle_->num_recv_rows, handle_->num_forward_rows,
                                  order_)) {
     // A handle that was given as ten tensors does not bring them along.
-    if (handle_->routing.send_places != 0 || !rows_.are_in_region()) return;
+    if (handle_->routing.send_slots != 0 || !rows_.are_in_region()) return;
     const GroupShape& group = context_.group;
     places_ = context_.memory.empty(
         TensorSpec::of(kInt32, {payload_.num_tokens, group.num_nodes + group.num_ranks}), order_);
@@ -177,11 +177,11 @@ class LaunchedTierRepeat : public ReservedTierRepeat {
       : ReservedTierRepeat(std::move(reserved)) {
     RoutingAddresses routing = handle_->routing;
     if (places_.tensor) {
-      routing.send_places = context_.memory.non_null(places_.address);
+      routing.send_slots = context_.memory.non_null(places_.address);
       context_.launch([&] {
-        context_.engine.internode_places(
+        context_.engine.internode_send_slots(
             pointer_of<uint8_t>(routing.is_token_in_rank), static_cast<int>(payload_.num_tokens),
-            handle_->num_channels, pointer_of<int32_t>(routing.send_places), order_.stream());
+            handle_->num_channels, pointer_of<int32_t>(routing.send_slots), order_.stream());
       });
     }
     const Movement movement{.plan = plan_,
@@ -324,8 +324,8 @@ class ReservedTierDispatch : public CheckedTierDispatch {
     addresses_.recv_node_prefix = at(kRecvNodePrefix);
     addresses_.recv_node_sum = at(kRecvNodeSum);
     addresses_.recv_rank_sum = at(kRecvRankSum);
-    addresses_.send_places = at(kSendPlaces);
-    addresses_.forward_places = at(kForwardPlaces);
+    addresses_.send_slots = at(kSendSlots);
+    addresses_.forward_slots = at(kForwardSlots);
     num_tokens_per_expert_ =
         routing_.has_layout ? routing_.num_tokens_per_expert : at(kCountsPerExpert);
   }
@@ -391,7 +391,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
     args.recv_node_prefix_sum = pointer_of<int32_t>(addresses_.recv_node_sum);
     args.recv_rank_channel_start = pointer_of<int32_t>(addresses_.recv_channel_prefix);
     args.recv_rank_prefix_sum = pointer_of<int32_t>(addresses_.recv_rank_sum);
-    args.forward_places = pointer_of<int32_t>(addresses_.forward_places);
+    args.forward_slots = pointer_of<int32_t>(addresses_.forward_slots);
     using enum RoutingPart;
     const auto at = [&](RoutingPart part) {
       return pointer_of<int32_t>(layout_.address(block_.base, part));
@@ -403,7 +403,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
       context_.engine.internode_notify(
           args, pointer_of<uint8_t>(addresses_.is_token_in_rank),
           static_cast<int>(payload_.num_tokens), pointer_of<int32_t>(addresses_.send_node_head),
-          pointer_of<int32_t>(addresses_.send_places), plan_.channels, plan_.rail, order_.stream());
+          pointer_of<int32_t>(addresses_.send_slots), plan_.channels, plan_.rail, order_.stream());
     });
     context_.end();
   }

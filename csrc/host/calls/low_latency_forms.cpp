@@ -62,7 +62,7 @@ std::vector<LowLatencyHandlePart> parts_of(const LowLatencyForm& form, int num_r
   add("src_info", layout.src_info, grouped(form, kInt32, {form.num_rows}));
   add("layout_range", layout.layout_range, grouped(form, kInt64, {num_ranks}));
   add("recv_tokens", layout.recv_tokens, TensorSpec::of(kInt32, {num_ranks}));
-  add("places", layout.places,
+  add("recv_rows", layout.recv_rows,
       options.is_compact ? TensorSpec::of(kInt32, {num_ranks, max_tokens})
                          : TensorSpec::of(kInt32, {num_ranks, max_tokens, num_topk}));
   add("recv_weights", layout.recv_weights,

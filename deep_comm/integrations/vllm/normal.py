@@ -41,7 +41,7 @@ class NormalPrepareFinalize(PrepareFinalize):
         dp_size: int,
         rank_expert_offset: int,
         decode_tokens: int | None = None,
-        most_tokens: Callable[[], int | None] = vllm.most_tokens_of_a_rank,
+        max_tokens_of_step: Callable[[], int | None] = vllm.most_tokens_of_a_rank,
     ) -> None:
         """
         Args:
@@ -51,7 +51,7 @@ class NormalPrepareFinalize(PrepareFinalize):
             rank_expert_offset: global index of this rank's first expert.
             decode_tokens: a step in which no rank has more tokens is a decoding step; 0: none is.
                 Default: DEEP_COMM_DECODE_TOKENS, else 0. Equal on all ranks.
-            most_tokens: tells the largest number of tokens of a rank, alike on all ranks.
+            max_tokens_of_step: tells the largest number of tokens of a rank, alike on all ranks.
         """
         super().__init__(num_dispatchers)
         if decode_tokens is None:
@@ -63,7 +63,7 @@ class NormalPrepareFinalize(PrepareFinalize):
         self.dp_size = dp_size
         self.rank_expert_offset = rank_expert_offset
         self.decode_tokens = decode_tokens
-        self._most_tokens = most_tokens
+        self._most_tokens = max_tokens_of_step
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:

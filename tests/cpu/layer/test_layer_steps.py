@@ -19,7 +19,7 @@ import deep_comm
 from deep_comm import ExpertBatch, local
 from deep_comm.errors import ArgumentError
 from deep_comm.layer.construction import most_rows
-from deep_comm.layer.host_words import HostWords
+from deep_comm.layer.host_counters import HostCounters
 
 MODES = [("decode", False), ("auto", False), ("prefill", False), ("prefill", True)]
 
@@ -173,12 +173,12 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
 
     def main(group: Any) -> None:
         with build(group, case) as layer, torch.inference_mode():
-            layer._steps.use_words(HostWords.create(layer.buffer._context.rendezvous))
-            words = layer._steps._host_words
+            layer._steps.use_counters(HostCounters.create(layer.buffer._context.rendezvous))
+            counters = layer._steps._host_counters
             x, idx, weights = inputs(case, 0, 0)
             options: Any = dict(mode=mode, bounded=bounded)
             want = layer(x, idx, weights, Experts(), **options)
-            told = words.exchange()
+            told = counters.exchange()
             columns = torch.zeros(4, 2 * case.hidden, dtype=x.dtype)
             rows_rule = "must be [T, 64] of torch.bfloat16"
             idx_rule = "must be [T, 2] (num_topk)"
@@ -222,7 +222,7 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
                     assert (error.argument, error.value, error.rule) == (name, value, rule)
                 with pytest.raises(ArgumentError, match=name):
                     layer(*given, Experts(), **options)
-            assert words.exchange() == told
+            assert counters.exchange() == told
             wrong: list[Any] = [None, torch.zeros(3, case.hidden, dtype=x.dtype), x.double()]
             for rows in wrong:
                 with pytest.raises(ArgumentError) as caught:
@@ -273,17 +273,17 @@ def test_a_captured_step_of_auto_asks_nobody() -> None:
 
     def main(group: Any, log: Any) -> None:
         with build(group, case) as layer, torch.inference_mode():
-            layer._steps.use_words(HostWords.create(layer.buffer._context.rendezvous))
-            words, experts = layer._steps._host_words, Experts()
+            layer._steps.use_counters(HostCounters.create(layer.buffer._context.rendezvous))
+            counters, experts = layer._steps._host_counters, Experts()
             parts = inputs(case, 0, 0)
             want = layer(*parts, experts)
-            before = layer.rule.num_steps, words.exchange()
+            before = layer.rule.num_steps, counters.exchange()
             assert before[1] == 1
             log.capturing.update((log.current, 0))  # 0: what native code sees on the host
             captured = layer(*parts, experts)
             log.capturing.clear()
             assert_same_bits(captured, want, "captured")
-            assert (layer.rule.num_steps, words.exchange()) == before
+            assert (layer.rule.num_steps, counters.exchange()) == before
             assert set(experts.modes) == {"decode"}
 
     with fake_cuda.installed() as log:
@@ -318,7 +318,7 @@ def test_a_step_that_raises_before_its_launch_has_told_nobody(
                     layer(*inputs(case, 0, 1), experts)
                 has_memory[0] = True
             else:
-                assert layer._steps._host_words is not None
+                assert layer._steps._host_counters is not None
             experts.modes.clear()
             y = layer(*inputs(case, rank, 2), experts)
             assert y.shape[0] == case.steps[2][rank]

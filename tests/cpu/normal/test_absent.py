@@ -229,7 +229,7 @@ def test_ranks_may_try_again_under_every_schedule() -> None:
         for _ in range(20):
             try:
                 buffer.reset(without=[3])
-                if buffer.rank == 2 and buffer._context._absence.last_meeting < 3:
+                if buffer.rank == 2 and buffer._context._absence.last_shrink_barrier < 3:
                     continue  # comes twice
                 dispatch_some(buffer)
                 return

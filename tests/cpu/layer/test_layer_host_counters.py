@@ -14,32 +14,32 @@ from layer_cases import LayerCase, build, inputs, random_steps
 
 from deep_comm import PeerTimeout, _core, local, processes
 from deep_comm.layer import steps
-from deep_comm.layer.host_words import HostWords, most_tokens
+from deep_comm.layer.host_counters import HostCounters, max_tokens_of_step
 from deep_comm.ranks.rendezvous import Rendezvous
 
 NUM_RANKS = 3
 
 
-def most_of(words: HostWords, exchange: int) -> int:
+def most_of(counters: HostCounters, exchange: int) -> int:
     most = None
     while most is None:
-        most = words.most(exchange)
+        most = counters.max(exchange)
     return most
 
 
 def test_all_ranks_learn_the_most_that_any_has() -> None:
-    """Ranks that fall behind and run ahead, by chance; now and then two exchanges without words."""
+    """Ranks that fall behind and run ahead, by chance; sometimes two exchanges without any."""
 
     def fn(group: Any) -> list[int]:
-        words = HostWords.create(Rendezvous(group))
-        assert words is not None
+        counters = HostCounters.create(Rendezvous(group))
+        assert counters is not None
         own, common = random.Random(group.rank()), random.Random(100)
         learnt = []
         for _ in range(300):
-            words.set_exchange(words.exchange() + common.choice((0, 0, 2)))
+            counters.set_exchange(counters.exchange() + common.choice((0, 0, 2)))
             if own.random() < 0.1:
                 time.sleep(own.random() * 1e-3)
-            learnt.append(most_of(words, words.tell(own.randrange(70000))))
+            learnt.append(most_of(counters, counters.publish(own.randrange(70000))))
         return learnt
 
     def told(rank: int) -> list[int]:
@@ -54,28 +54,28 @@ def test_all_ranks_learn_the_most_that_any_has() -> None:
     assert local.run(fn, NUM_RANKS, timeout_s=60) == [want] * NUM_RANKS
 
 
-def test_a_rank_that_has_not_told_is_not_waited_for_and_old_words_are_no_answer() -> None:
+def test_a_rank_that_has_not_published_is_not_waited_for_and_old_counters_are_no_answer() -> None:
     def fn(group: Any) -> None:
-        words = HostWords.create(Rendezvous(group))
-        assert words is not None
+        counters = HostCounters.create(Rendezvous(group))
+        assert counters is not None
         for exchange in (1, 2):
-            assert words.tell(5) == exchange
+            assert counters.publish(5) == exchange
             group.barrier()
-            assert words.most(exchange) == 5
+            assert counters.max(exchange) == 5
         group.barrier()
-        words.set_exchange(3)
+        counters.set_exchange(3)
         if group.rank() != 1:
-            assert words.tell(9) == 4
-            assert words.most(4) is None  # rank 1's word there is of the second exchange
-        assert words.most(6) is None
+            assert counters.publish(9) == 4
+            assert counters.max(4) is None  # rank 1's word there is of the second exchange
+        assert counters.max(6) is None
 
     local.run(fn, NUM_RANKS, timeout_s=60)
 
 
-def test_a_rank_that_tells_a_little_later_is_found_and_other_threads_run_meanwhile() -> None:
+def test_a_rank_that_publishes_a_little_later_is_found_and_other_threads_run_meanwhile() -> None:
     def fn(group: Any) -> int:
-        words = HostWords.create(Rendezvous(group))
-        assert words is not None
+        counters = HostCounters.create(Rendezvous(group))
+        assert counters is not None
         num_found = 0
         for exchange in range(1, 201):
             group.barrier()
@@ -84,8 +84,8 @@ def test_a_rank_that_tells_a_little_later_is_found_and_other_threads_run_meanwhi
                     time.sleep(0)
             elif group.rank() == 1:
                 is_looking[exchange] = True
-            assert words.tell(exchange) == exchange
-            num_found += words.most(exchange) == exchange
+            assert counters.publish(exchange) == exchange
+            num_found += counters.max(exchange) == exchange
         return num_found
 
     is_looking = [False] * 201
@@ -106,12 +106,12 @@ def test_ranks_without_common_memory_do_without_on_all_of_them(
         raise FileNotFoundError("another container's memory")
 
     monkeypatch.setattr(Segment, missing, refuse)
-    monkeypatch.setattr("deep_comm.layer.host_words._core.Segment", Segment)
+    monkeypatch.setattr("deep_comm.layer.host_counters._core.Segment", Segment)
     case = LayerCase(((3, 20), (2, 2), (2, 30), (1, 1)), 64, 8)
 
     def fn(group: Any) -> list[bool]:
         with build(group, case) as layer, torch.inference_mode():
-            assert layer._steps._host_words is None
+            assert layer._steps._host_counters is None
             return _modes(layer, case, group.rank())
 
     assert local.run(fn, 2, timeout_s=60) == [[False, True, False, True]] * 2
@@ -129,20 +129,20 @@ def _modes(layer: Any, case: LayerCase, rank: int, is_split: bool = False) -> li
     return modes
 
 
-def test_the_rule_is_the_same_by_words_and_after_a_reset_and_a_named_mode() -> None:
+def test_the_rule_is_the_same_by_counters_and_after_a_reset_and_a_named_mode() -> None:
     case = LayerCase(((3, 20), (2, 2), (2, 30), (1, 1)), 64, 8)
 
     def fn(group: Any) -> None:
         rank = group.rank()
         with build(group, case) as layer, torch.inference_mode():
-            assert layer._steps._host_words is not None
+            assert layer._steps._host_counters is not None
             want = [False, True, False, True]
             assert _modes(layer, case, rank) == want
             assert _modes(layer, case, rank, is_split=True) == want
             layer(*inputs(case, rank, 1), lambda batch: batch.x, mode="decode")
             assert _modes(layer, case, rank) == want
-            words = layer._steps._host_words
-            words.set_exchange(words.exchange() + 3 * rank)  # as if one had failed earlier
+            counters = layer._steps._host_counters
+            counters.set_exchange(counters.exchange() + 3 * rank)  # as if one had failed earlier
             layer.reset()
             assert _modes(layer, case, rank) == want
 
@@ -150,7 +150,7 @@ def test_the_rule_is_the_same_by_words_and_after_a_reset_and_a_named_mode() -> N
 
 
 @pytest.mark.parametrize("how", ["forward", "split", "async"])
-def test_ranks_whose_words_are_late_or_lost_learn_the_same(
+def test_ranks_whose_counters_are_late_or_lost_learn_the_same(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 dawdles for longer than anybody looks, rank 2 counts other exchanges."""
@@ -158,19 +158,19 @@ def test_ranks_whose_words_are_late_or_lost_learn_the_same(
     fits = [max(tokens) <= case.decode_tokens for tokens in case.steps]
     learned: list[tuple[int, int | None]] = []
 
-    def noted(ctx: Any, words: HostWords, state: Any) -> int:
-        most = most_tokens(ctx, words, state)
-        learned.append((most, words.most(state.exchange)))
+    def noted(ctx: Any, counters: HostCounters, state: Any) -> int:
+        most = max_tokens_of_step(ctx, counters, state)
+        learned.append((most, counters.max(state.exchange)))
         return most
 
-    monkeypatch.setattr(steps, "most_tokens", noted)
+    monkeypatch.setattr(steps, "max_tokens_of_step", noted)
 
     def main(group: Any) -> list[bool]:
         rank, modes = group.rank(), []
         with build(group, case) as layer, torch.inference_mode():
-            words = layer._steps._host_words
+            counters = layer._steps._host_counters
             if rank == 2:
-                words.set_exchange(7)
+                counters.set_exchange(7)
             for step in range(len(case.steps)):
                 if rank == 1:
                     time.sleep(random.Random(step).choice((0, 2e-3)))
@@ -195,12 +195,12 @@ def _killed_in_a_step(group: Any, has_told: bool) -> Any:
     case = LayerCase(((2, 2, 1),) * 4, 24, 8)
     rank = group.rank()
     with build(group, case, timeout_s=2) as layer, torch.inference_mode():
-        words = layer._steps._host_words
+        counters = layer._steps._host_counters
         try:
             for step in range(len(case.steps)):
                 if rank == 1 and step == 2:
                     if has_told:
-                        words.tell(2)
+                        counters.publish(2)
                     os.kill(os.getpid(), signal.SIGKILL)
                 layer(*inputs(case, rank, step), lambda batch: batch.x)
         except PeerTimeout as error:
@@ -238,7 +238,7 @@ class _Exchange:
         self.asked += 1
         return self.asked == 3
 
-    def most(self, exchange: int) -> int | None:
+    def max(self, exchange: int) -> int | None:
         self.looks += 1
         if self.interrupted and self.looks == 2:
             raise KeyboardInterrupt
@@ -252,17 +252,15 @@ class _Exchange:
     ("told", "most", "log"),
     [(1, 8, []), (2, 8, ["mark"]), (3, 8, ["mark"]), (9, 9, ["mark", "check"])],
 )
-def test_what_is_there_first_tells_words_or_the_exchange(
-    told: int, most: int, log: list[str]
-) -> None:
+def test_what_is_there_first_counters_or_the_exchange(told: int, most: int, log: list[str]) -> None:
     exchange: Any = _Exchange(told)
-    assert most_tokens(exchange, exchange, exchange.state) == most
+    assert max_tokens_of_step(exchange, exchange, exchange.state) == most
     assert exchange.log == log
 
 
-def test_a_wait_for_words_that_is_interrupted_says_so_to_the_engine() -> None:
+def test_a_wait_for_counters_that_is_interrupted_says_so_to_the_engine() -> None:
     """The rule has not learned of the exchange, which the other ranks' has."""
     exchange: Any = _Exchange(9, interrupted=True)
     with pytest.raises(KeyboardInterrupt):
-        most_tokens(exchange, exchange, exchange.state)
+        max_tokens_of_step(exchange, exchange, exchange.state)
     assert exchange.log == ["mark", "interrupt"]

@@ -1,4 +1,4 @@
-// Words in memory that the ranks of one host share: how many tokens each of them has in a step.
+// Counters in memory that the ranks of one host share: how many tokens each rank has in a step.
 #pragma once
 
 #include <atomic>
@@ -11,69 +11,70 @@
 
 namespace deep_comm {
 
-// Of one rank. A word is written whole and holds all there is to know, so that nothing needs an
-// order: the number of the exchange, which the ranks count alike, and the tokens. There are two of
-// a rank, for even and odd exchanges, each in a line that only this rank writes. The count lies
-// there as well, in a line of its own that nobody else looks at: all objects over the memory, of
-// whichever module, count the same exchanges.
-class HostWords {
+// One rank's view. Each counter holds the number of the exchange and the number of tokens in one
+// word, so no memory order is needed. The ranks count exchanges alike. A rank has two counters, for
+// even and odd exchanges, each in a cache line that only this rank writes. The number of its last
+// exchange has a third line, so that all objects over the memory count the same exchanges.
+class HostCounters {
  public:
   static constexpr size_t kLineBytes = 128;
   static constexpr size_t num_bytes(int num_ranks) {
     return 3 * static_cast<size_t>(num_ranks) * kLineBytes;
   }
 
-  HostWords(uintptr_t address, int rank, int num_ranks)
+  HostCounters(uintptr_t address, int rank, int num_ranks)
       : address_(address), rank_(rank), num_ranks_(num_ranks) {
     if (address % kLineBytes != 0 || rank < 0 || rank >= num_ranks) {
-      throw std::invalid_argument("words of rank " + std::to_string(rank) + " of " +
+      throw std::invalid_argument("counters of rank " + std::to_string(rank) + " of " +
                                   std::to_string(num_ranks) + " at " + std::to_string(address));
     }
   }
 
-  // The last one that this rank has told of, modulo 2**32; 0: none.
+  // This rank's last published exchange, modulo 2**32; 0: none.
   uint64_t exchange() const { return *count(); }
-  // The next one to tell of is the one behind this.
+  // The next exchange to publish is the one after this.
   void set_exchange(uint64_t exchange) const { *count() = exchange & kMost; }
 
-  // Of the next exchange, whose number it returns.
-  uint64_t tell(uint64_t num_tokens) const {
+  // Publishes the tokens of the next exchange. Returns its number.
+  uint64_t publish(uint64_t num_tokens) const {
     set_exchange(exchange() + 1);
-    const uint64_t told = exchange();
-    word(told, rank_).store(told << kCountBits | (num_tokens & kMost), std::memory_order_relaxed);
-    return told;
+    const uint64_t number = exchange();
+    counter(number, rank_)
+        .store(number << kCountBits | (num_tokens & kMost), std::memory_order_relaxed);
+    return number;
   }
 
-  // The most that any rank has told of this exchange; empty: not all have.
-  std::optional<uint64_t> most(uint64_t exchange) const {
+  // The largest number of tokens in this exchange; empty if not all ranks have published theirs.
+  std::optional<uint64_t> max(uint64_t exchange) const {
     uint64_t found = 0;
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      const uint64_t seen = word(exchange, rank).load(std::memory_order_relaxed);
+      const uint64_t seen = counter(exchange, rank).load(std::memory_order_relaxed);
       if (seen >> kCountBits != exchange) return std::nullopt;
       if ((seen & kMost) > found) found = seen & kMost;
     }
     return found;
   }
 
-  // Of the next exchange, ahead of `tell`: whoever has looked at this rank's line has a copy of it,
-  // and to take it back takes longer than a store, which a launch behind it would wait for.
+  // Before `publish`: takes the cache line back from ranks that have read it. That takes longer than
+  // a store, and the launch after the store would wait for it.
   void claim() const {
-    const auto mine = word(exchange() + 1, rank_);
+    const auto mine = counter(exchange() + 1, rank_);
     mine.store(mine.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
-  // Ahead of `most`: the others' lines.
+  // Before `max`: fetches the peers' lines.
   void prefetch(uint64_t exchange) const {
     for (int rank = 0; rank < num_ranks_; ++rank) __builtin_prefetch(line(exchange & 1, rank));
   }
 
-  // most, looked for as long as `patience`.
-  std::optional<uint64_t> wait_most(uint64_t exchange, std::chrono::microseconds patience) const {
-    constexpr int kLooks = 8;   // some microseconds, of which the clock takes little
-    constexpr int kPauses = 8;  // a look takes the line from the rank that is to write it
+  // max, polled for as long as `patience`.
+  std::optional<uint64_t> wait_for_max(uint64_t exchange,
+                                       std::chrono::microseconds patience) const {
+    constexpr int kLooks = 8;   // some microseconds; reading the clock is a small part
+    constexpr int kPauses = 8;  // a read takes the line from the rank that will write it
     const auto end = std::chrono::steady_clock::now() + patience;
     do {
       for (int look = 0; look < kLooks; ++look) {
-        if (const auto found = most(exchange)) return found;
+        if (const auto found = max(exchange)) return found;
         for (int times = 0; times < kPauses; ++times) pause();
       }
     } while (std::chrono::steady_clock::now() < end);
@@ -93,7 +94,7 @@ class HostWords {
     const size_t number = group * static_cast<size_t>(num_ranks_) + static_cast<size_t>(rank);
     return reinterpret_cast<uint64_t*>(address_ + number * kLineBytes);
   }
-  std::atomic_ref<uint64_t> word(uint64_t exchange, int rank) const {
+  std::atomic_ref<uint64_t> counter(uint64_t exchange, int rank) const {
     return std::atomic_ref(*line(exchange & 1, rank));
   }
   uint64_t* count() const { return line(2, rank_); }
