@@ -95,19 +95,23 @@ py::object BoundBuffer::overlap_of(std::shared_ptr<Event> event) const {
   return python.event_overlap(python.event_of(py::cast(std::move(event))));
 }
 
+namespace {
+
 // (topk_idx, num_experts, previous_event, async_finish, allocate_on_comm_stream)
 //   -> (per rank, per node or None, per expert, is_token_in_rank, EventOverlap)
-py::object BoundBuffer::get_dispatch_layout(const Arguments<5>& given) {
+py::object call_get_dispatch_layout(BoundBuffer& buffer, const Arguments<5>& given) {
   const auto [topk_idx, num_experts, previous_event, async_finish, on_comm] = given;
-  const LayoutRequest request{reader.read(topk_idx), read_integer(num_experts),
-                              read_streams(previous_event, async_finish, on_comm)};
-  LayoutResult result = deep_comm::get_dispatch_layout(context, request);
+  const LayoutRequest request{buffer.reader.read(topk_idx), read_integer(num_experts),
+                              buffer.read_streams(previous_event, async_finish, on_comm)};
+  LayoutResult result = get_dispatch_layout(buffer.context, request);
   return py::make_tuple(object_of(std::move(result.num_tokens_per_rank)),
                         object_of(std::move(result.num_tokens_per_node)),
                         object_of(std::move(result.num_tokens_per_expert)),
                         object_of(std::move(result.is_token_in_rank)),
-                        overlap_of(std::move(result.event)));
+                        buffer.overlap_of(std::move(result.event)));
 }
+
+}  // namespace
 
 void bind_buffer(py::module_& m) {
   using namespace pybind11::literals;
@@ -148,7 +152,7 @@ void bind_buffer(py::module_& m) {
       "set_absent",
       [](BoundBuffer& self, std::vector<int> ranks) { self.context.absent = std::move(ranks); },
       "ranks"_a, "Ranks that the Buffer does without, in ascending order.");
-  def_call<&BoundBuffer::get_dispatch_layout>(buffer, "get_dispatch_layout");
+  def_call<&call_get_dispatch_layout>(buffer, "get_dispatch_layout");
   bind_normal_calls(m, buffer);
 }
 

@@ -61,13 +61,6 @@ struct BoundBuffer : std::enable_shared_from_this<BoundBuffer> {
   // `event`: EventHandle, or None.
   StreamOptions read_streams(PyObject* event, PyObject* async_finish, PyObject* on_comm) const;
 
-  DispatchRequest read_dispatch(const Arguments<23>& given);
-
-  // ---- calls
-  pybind11::object get_dispatch_layout(const Arguments<5>& given);
-  pybind11::object dispatch(const Arguments<23>& given);
-  pybind11::object combine(const Arguments<10>& given);
-
   // ---- results
   // EventOverlap of a call; null: of a synchronous one.
   pybind11::object overlap_of(std::shared_ptr<Event> event) const;

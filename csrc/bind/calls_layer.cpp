@@ -390,9 +390,8 @@ DispatchRequest LayerCalls::read_prefill(const Arguments<4>& given, bool is_asyn
   request.expert_alignment = integer_of(form.alignment);
   request.num_worst_tokens = integer_of(is_bounded(given) ? form.max_recv_rows : 0);
   request.num_experts = integer_of(form.num_experts);
-  request.expand = true;
-  request.zero_padding = is_bounded(given) || form.alignment > 1;
-  request.defers_topk = true;
+  request.flags = {
+      .expand = true, .zero_padding = is_bounded(given) || form.alignment > 1, .defers_topk = true};
   request.config = config_of(operation);
   request.streams.is_async = is_async;
   return request;

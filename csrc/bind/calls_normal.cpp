@@ -50,6 +50,66 @@ py::object tuple_of(const BoundBuffer& buffer, DispatchResult result) {
       buffer.overlap_of(std::move(result.event)));
 }
 
+// (x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
+//  topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, previous_event, async_finish,
+//  allocate_on_comm_stream, num_experts, zero_tail, expand, zero_padding, use_fp8, round_scale,
+//  use_ue8m0, column_major_scales, fallback): as of Buffer.dispatch; the last is what stands in for a
+// Config, see read_config.
+DispatchRequest read_dispatch(BoundBuffer& buffer, const Arguments<23>& given) {
+  const auto [x, handle, per_rank, per_rdma_rank, mask, per_expert, topk_idx, topk_weights,
+              expert_alignment, num_worst_tokens, config, event, async_finish, on_comm, num_experts,
+              zero_tail, expand, zero_padding, use_fp8, round_scale, use_ue8m0, column_major,
+              fallback] = given;
+  const TensorReader& reader = buffer.reader;
+  DispatchRequest request;
+  PayloadRequest& payload = request.payload;
+  payload.num_items = num_items_of(x);
+  read_pair(reader, x, payload.num_items, &payload.x, &payload.scales);
+  payload.scale_options = {read_flag(use_fp8), read_flag(round_scale), read_flag(use_ue8m0),
+                           read_flag(column_major)};
+  request.handle = read_handle(buffer, handle);
+  request.num_tokens_per_rank = reader.read(per_rank);
+  request.num_tokens_per_rdma_rank = reader.read(per_rdma_rank);
+  request.is_token_in_rank = reader.read(mask);
+  request.num_tokens_per_expert = reader.read(per_expert);
+  request.topk_idx = reader.read(topk_idx);
+  request.topk_weights = reader.read(topk_weights);
+  request.expert_alignment = read_integer(expert_alignment);
+  request.num_worst_tokens = read_integer(num_worst_tokens);
+  request.num_experts = read_integer(num_experts);
+  request.flags.zero_tail = read_flag(zero_tail);
+  request.flags.expand = read_flag(expand);
+  request.flags.zero_padding = read_flag(zero_padding);
+  request.config = buffer.read_config(config, fallback);
+  request.streams = buffer.read_streams(event, async_finish, on_comm);
+  return request;
+}
+
+py::object call_dispatch(BoundBuffer& buffer, const Arguments<23>& given) {
+  return tuple_of(buffer, dispatch(buffer.context, read_dispatch(buffer, given)));
+}
+
+// (x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream,
+//  apply_weights, fallback) -> (combined_x, combined_topk_weights, event)
+py::object call_combine(BoundBuffer& buffer, const Arguments<10>& given) {
+  const auto [x, handle, topk_weights, bias, config, event, async_finish, on_comm, apply_weights,
+              fallback] = given;
+  const TensorReader& reader = buffer.reader;
+  CombineRequest request;
+  request.x = reader.read(x);
+  request.handle = read_handle(buffer, handle);
+  request.topk_weights = reader.read(topk_weights);
+  request.num_bias_items = num_items_of(bias);
+  read_pair(reader, bias, request.num_bias_items, &request.bias[0], &request.bias[1]);
+  request.apply_weights = read_flag(apply_weights);
+  request.config = buffer.read_config(config, fallback);
+  request.streams = buffer.read_streams(event, async_finish, on_comm);
+  CombineResult result = combine(buffer.context, request);
+  return py::make_tuple(object_of(std::move(result.combined_x)),
+                        object_of(std::move(result.combined_topk_weights)),
+                        buffer.overlap_of(std::move(result.event)));
+}
+
 void end_calls(BoundBuffer& buffer, bool was_destroyed) {
   CallContext& context = buffer.context;
   context.early_dispatches = {};
@@ -74,67 +134,9 @@ py::object list_of(const std::vector<int>& numbers) {
   return list;
 }
 
-// (x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
-//  topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, previous_event, async_finish,
-//  allocate_on_comm_stream, num_experts, zero_tail, expand, zero_padding, use_fp8, round_scale,
-//  use_ue8m0, column_major_scales, fallback): as of Buffer.dispatch; the last is what stands in for a
-// Config, see read_config.
-DispatchRequest BoundBuffer::read_dispatch(const Arguments<23>& given) {
-  const auto [x, handle, per_rank, per_rdma_rank, mask, per_expert, topk_idx, topk_weights,
-              expert_alignment, num_worst_tokens, config, event, async_finish, on_comm, num_experts,
-              zero_tail, expand, zero_padding, use_fp8, round_scale, use_ue8m0, column_major,
-              fallback] = given;
-  DispatchRequest request;
-  PayloadRequest& payload = request.payload;
-  payload.num_items = num_items_of(x);
-  read_pair(reader, x, payload.num_items, &payload.x, &payload.scales);
-  payload.scale_options = {read_flag(use_fp8), read_flag(round_scale), read_flag(use_ue8m0),
-                           read_flag(column_major)};
-  request.handle = read_handle(*this, handle);
-  request.num_tokens_per_rank = reader.read(per_rank);
-  request.num_tokens_per_rdma_rank = reader.read(per_rdma_rank);
-  request.is_token_in_rank = reader.read(mask);
-  request.num_tokens_per_expert = reader.read(per_expert);
-  request.topk_idx = reader.read(topk_idx);
-  request.topk_weights = reader.read(topk_weights);
-  request.expert_alignment = read_integer(expert_alignment);
-  request.num_worst_tokens = read_integer(num_worst_tokens);
-  request.num_experts = read_integer(num_experts);
-  request.zero_tail = read_flag(zero_tail);
-  request.expand = read_flag(expand);
-  request.zero_padding = read_flag(zero_padding);
-  request.config = read_config(config, fallback);
-  request.streams = read_streams(event, async_finish, on_comm);
-  return request;
-}
-
-py::object BoundBuffer::dispatch(const Arguments<23>& given) {
-  return tuple_of(*this, deep_comm::dispatch(context, read_dispatch(given)));
-}
-
-// (x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream,
-//  apply_weights, fallback) -> (combined_x, combined_topk_weights, event)
-py::object BoundBuffer::combine(const Arguments<10>& given) {
-  const auto [x, handle, topk_weights, bias, config, event, async_finish, on_comm, apply_weights,
-              fallback] = given;
-  CombineRequest request;
-  request.x = reader.read(x);
-  request.handle = read_handle(*this, handle);
-  request.topk_weights = reader.read(topk_weights);
-  request.num_bias_items = num_items_of(bias);
-  read_pair(reader, bias, request.num_bias_items, &request.bias[0], &request.bias[1]);
-  request.apply_weights = read_flag(apply_weights);
-  request.config = read_config(config, fallback);
-  request.streams = read_streams(event, async_finish, on_comm);
-  CombineResult result = deep_comm::combine(context, request);
-  return py::make_tuple(object_of(std::move(result.combined_x)),
-                        object_of(std::move(result.combined_topk_weights)),
-                        overlap_of(std::move(result.event)));
-}
-
 void bind_normal_calls(py::module_& m, BufferClass& buffer) {
-  def_call<&BoundBuffer::dispatch>(buffer, "dispatch");
-  def_call<&BoundBuffer::combine>(buffer, "combine");
+  def_call<&call_dispatch>(buffer, "dispatch");
+  def_call<&call_combine>(buffer, "combine");
   buffer
       .def_property_readonly(
           "has_pending", [](const BoundBuffer& self) { return self.context.pending != nullptr; })

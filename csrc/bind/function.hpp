@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -27,45 +28,54 @@ struct MethodFunction {
   pybind11::object raise_recorded;
 };
 
-template <auto kMethod>
+template <class Method>
 struct MethodTraits;
-template <class T, size_t kCount, pybind11::object (T::*kMethod)(const Arguments<kCount>&)>
-struct MethodTraits<kMethod> {
+template <class T, size_t kCount>
+struct MethodTraits<pybind11::object (T::*)(const Arguments<kCount>&)> {
   using Self = T;
-  static constexpr Py_ssize_t kNumArguments = kCount;
-
-  static PyObject* call(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
-    if (count != kNumArguments) {
-      PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", kNumArguments, count);
-      return nullptr;
-    }
-    using Function = MethodFunction<T>;
-    auto* function = static_cast<Function*>(PyCapsule_GetPointer(capsule, Function::kName));
-    Arguments<kCount> arguments;
-    for (size_t position = 0; position < kCount; ++position) arguments[position] = given[position];
-    return translate(function->raise_recorded.ptr(),
-                     [&] { return (function->self.get()->*kMethod)(arguments); });
-  }
+  static constexpr size_t kNumArguments = kCount;
 };
+template <class T, size_t kCount>
+struct MethodTraits<pybind11::object (*)(T&, const Arguments<kCount>&)> {
+  using Self = T;
+  static constexpr size_t kNumArguments = kCount;
+};
+
+template <auto kMethod>
+PyObject* call_method(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
+  using Traits = MethodTraits<decltype(kMethod)>;
+  using Function = MethodFunction<typename Traits::Self>;
+  constexpr size_t kCount = Traits::kNumArguments;
+  if (count != static_cast<Py_ssize_t>(kCount)) {
+    PyErr_Format(PyExc_TypeError, "expected %zu arguments, got %zd", kCount, count);
+    return nullptr;
+  }
+  auto* function = static_cast<Function*>(PyCapsule_GetPointer(capsule, Function::kName));
+  Arguments<kCount> arguments;
+  for (size_t position = 0; position < kCount; ++position) arguments[position] = given[position];
+  return translate(function->raise_recorded.ptr(),
+                   [&] { return std::invoke(kMethod, *function->self, arguments); });
+}
 
 }  // namespace detail
 
-// A function of Python's that calls kMethod, a `pybind11::object T::method(const Arguments<N>&)`,
-// with N arguments. It keeps `self`. `name` is a literal. raise_recorded: see set_python_error; None
+// A function of Python's that calls kMethod with N arguments: a method of T,
+// `pybind11::object method(const Arguments<N>&)`, or a function of `(T&, const Arguments<N>&)`. It
+// keeps `self`. `name` is a literal. raise_recorded: see set_python_error; None
 // for calls that need none.
 //
 // NOTE: Python's collector of cycles does not see what the function holds: neither `self` nor
 // raise_recorded may own, by however many steps, the object that keeps the function.
 template <auto kMethod>
-pybind11::object method_function(const char* name,
-                                 std::shared_ptr<typename detail::MethodTraits<kMethod>::Self> self,
-                                 pybind11::object raise_recorded) {
+pybind11::object method_function(
+    const char* name, std::shared_ptr<typename detail::MethodTraits<decltype(kMethod)>::Self> self,
+    pybind11::object raise_recorded) {
   namespace py = pybind11;
-  using Traits = detail::MethodTraits<kMethod>;
-  using Function = detail::MethodFunction<typename Traits::Self>;
+  using Function = detail::MethodFunction<typename detail::MethodTraits<decltype(kMethod)>::Self>;
   if (raise_recorded.is_none()) raise_recorded = {};
   auto function = std::make_unique<Function>();
-  function->method = {name, reinterpret_cast<PyCFunction>(&Traits::call), METH_FASTCALL, nullptr};
+  function->method = {name, reinterpret_cast<PyCFunction>(&detail::call_method<kMethod>),
+                      METH_FASTCALL, nullptr};
   function->self = std::move(self);
   function->raise_recorded = std::move(raise_recorded);
   auto capsule = py::reinterpret_steal<py::object>(

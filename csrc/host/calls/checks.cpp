@@ -12,16 +12,7 @@ CheckedRouting check_routing(const CallContext& context, const DispatchRequest& 
   const std::string& device = context.device_name;
   const Memory& memory = context.memory;
   require_topk(idx, request.topk_weights, num_tokens, device);
-  if (request.expand && !idx.is_given()) {
-    refuse_argument("topk_idx", {}, "is needed with expand");
-  }
-  if (request.zero_tail && request.expand) {
-    refuse_argument("zero_tail", true,
-                    "is for outputs without expand; zero_padding serves expanded ones");
-  }
-  if (request.zero_padding && !request.expand) {
-    refuse_argument("zero_padding", true, "needs expand=True");
-  }
+  request.flags.check(idx.is_given());
   CheckedRouting routing;
   const bool names_experts = request.num_experts.is_given;
   if (names_experts) {

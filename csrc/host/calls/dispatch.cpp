@@ -74,7 +74,8 @@ class CheckedRepeat {
     context.begin();
     payload_ = check_payload(context, request.payload);
     handle_ = check_handle(context, request.handle);
-    require_handle(*handle_, payload_.num_tokens, request.expand || request.zero_padding);
+    require_handle(*handle_, payload_.num_tokens,
+                   request.flags.expand || request.flags.zero_padding);
     plan_ =
         &plan_of(context, CachedDispatchKey{request.config, payload_.form, handle_->num_channels,
                                             handle_->expansion.has_value()});
@@ -119,7 +120,7 @@ class LaunchedRepeat : public ReservedRepeat {
                 {.rank_prefix = handle.routing.rank_prefix,
                  .expansion = *handle.expansion,
                  .form = payload_.form,
-                 .zero_padding = request_.zero_padding},
+                 .zero_padding = request_.flags.zero_padding},
                 out_, plan_->rings.num_local_blocks, order_.stream());
   }
 
@@ -152,7 +153,8 @@ struct NewDispatch {
   RoutingBlock layout;
   std::vector<const void*> inputs;  // the caller's tensors
   const void* mask = nullptr;       // is_token_in_rank, where the caller gave it
-  bool is_expanded, zero_tail, zero_padding, defers_topk, has_default_sms;
+  DispatchFlags flags;
+  bool has_default_sms;
 
   int64_t num_worst_tokens() const { return routing.num_worst_tokens; }
   bool is_bounded() const { return num_worst_tokens() > 0; }
@@ -167,24 +169,21 @@ class CheckedDispatch : private NewDispatch {
     context = &call_context;
     payload = check_payload(call_context, request.payload);
     routing = check_routing(call_context, request, payload.num_tokens);
-    is_expanded = request.expand;
-    zero_tail = request.zero_tail;
-    zero_padding = request.zero_padding;
-    defers_topk = request.defers_topk;
+    flags = request.flags;
     has_default_sms = request.config.has_default_sms();
     inputs = inputs_of(payload, request);
     // Counts that contradict the choices would put expanded rows past their groups.
-    if (is_expanded) routing.has_layout = false;
+    if (flags.expand) routing.has_layout = false;
     if (routing.has_layout) mask = request.is_token_in_rank.object;
     plan = &plan_of(call_context,
                     NewDispatchKey{request.config, payload.form, routing.num_topk,
                                    routing.topk_idx_bytes, routing.num_experts,
-                                   routing.expert_alignment, !routing.has_layout, is_expanded});
+                                   routing.expert_alignment, !routing.has_layout, flags.expand});
     form = {.payload = payload.form,
             .num_topk = routing.num_topk,
             .topk_idx_bytes = routing.topk_idx_bytes,
             .has_weights = routing.has_weights(),
-            .is_expanded = is_expanded};
+            .is_expanded = flags.expand};
     const GroupShape& group = call_context.group;
     layout = RoutingBlock::in_node(group.num_ranks, plan->rings.channels.num_channels,
                                    group.num_local_experts(routing.num_experts), payload.num_tokens,
@@ -212,7 +211,7 @@ class ReservedDispatch : private NewDispatch {
   ReservedDispatch(NewDispatch&& call, CallOrder& call_order)
       : NewDispatch(std::move(call)), order(&call_order) {
     scratch = allocate_scratch(*context, payload, *order);
-    if (is_expanded) {
+    if (flags.expand) {
       numbering = Numbering::make(*context, routing.num_experts, payload.num_tokens,
                                   routing.num_topk, *order);
     }
@@ -245,9 +244,9 @@ class ReservedDispatch : private NewDispatch {
     }
     const RowForecast& forecast = context->forecast;
     const RowChoices choices =
-        is_expanded ? forecast.expanded_rows(payload.num_tokens, routing.num_topk,
-                                             routing.num_experts, routing.expert_alignment)
-                    : forecast.rows(payload.num_tokens);
+        flags.expand ? forecast.expanded_rows(payload.num_tokens, routing.num_topk,
+                                              routing.num_experts, routing.expert_alignment)
+                     : forecast.rows(payload.num_tokens);
     for (const int64_t num_rows : choices) {
       if (reserve(num_rows)) return;
     }
@@ -282,10 +281,10 @@ class ReservedDispatch : private NewDispatch {
     args.num_recv_tokens_per_expert =
         pointer_of<int32_t>(layout.address(block.base, RoutingPart::kTokensPerExpert));
     args.recv_counts = pointer_of<int32_t>(layout.address(block.base, RoutingPart::kRecvCounts));
-    if (is_expanded) args.expansion = numbering.notify_args();
+    if (flags.expand) args.expansion = numbering.notify_args();
     context->launch([&] { context->engine.notify_dispatch(plan->notify, args, order->stream()); });
     context->end();
-    if (!is_expanded) return;
+    if (!flags.expand) return;
     number_rows(*context, numbering,
                 {routing.topk_idx, routing.topk_idx_bytes, payload.num_tokens, routing.num_topk,
                  routing.num_experts},
@@ -297,11 +296,11 @@ class ReservedDispatch : private NewDispatch {
     args.follows_notify = true;
     args.is_speculative = is_speculative;
     args.fill_tail = is_bounded();
-    args.zero_tail = is_bounded() && zero_tail;
+    args.zero_tail = is_bounded() && flags.zero_tail;
     args.topk_idx = pointer_of<void>(routing.topk_idx);
     args.topk_weights = pointer_of<float>(routing.topk_weights);
     args.recv_channel_prefix_matrix = pointer_of<int32_t>(addresses.recv_channel_prefix);
-    if (is_expanded) {
+    if (flags.expand) {
       args.send_row = pointer_of<int32_t>(numbering.at(numbering.layout.send_row));
       args.send_rows = pointer_of<int32_t>(numbering.at(numbering.layout.send_rows));
       args.num_expanded = pointer_of<int32_t>(numbering.at(numbering.layout.num_expanded));
@@ -324,18 +323,18 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
   DispatchResult receive() override {
     if (!is_bounded()) receive_rows();
     const std::shared_ptr<DispatchRecord> record = make_record();
-    if (is_expanded) {
+    if (flags.expand) {
       expand_rows(*context,
                   {.rank_prefix = addresses.rank_prefix,
                    .expansion = *record->expansion,
                    .form = payload.form,
-                   .zero_padding = zero_padding,
+                   .zero_padding = flags.zero_padding,
                    .fills_handle = is_bounded(),
                    .topk_idx_bytes = routing.topk_idx_bytes},
                   out, plan->rings.num_local_blocks, order->stream());
     }
     DispatchResult result;
-    fill_result(*context, payload, form, plan->rings.channels.num_channels, defers_topk,
+    fill_result(*context, payload, form, plan->rings.channels.num_channels, flags.defers_topk,
                 std::move(out), *order, &result);
     result.has_counts = true;
     if (counts) result.num_recv_tokens_per_expert = std::move(counts->num_recv_tokens_per_expert);
@@ -358,7 +357,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     }
     int64_t num_rows = counts->num_recv_tokens;
     RowForecast& forecast = context->forecast;
-    if (is_expanded) {
+    if (flags.expand) {
       const std::vector<int>& per_expert = counts->num_recv_tokens_per_expert;
       num_rows = std::accumulate(per_expert.begin(), per_expert.end(), int64_t{0});
       forecast.learn_expanded(num_rows, counts->max_num_tokens);
@@ -407,7 +406,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
                              out.src_idx,
                              TensorSpec::of(kInt32, {record->num_recv_rows}),
                              out.sources});
-    if (is_expanded) record->expansion = make_expansion(record->num_recv_rows);
+    if (flags.expand) record->expansion = make_expansion(record->num_recv_rows);
     const auto hold = [&](const Object& tensor) {
       if (tensor) record->held.tensors.push_back(tensor);
     };

@@ -10,6 +10,23 @@
 
 namespace deep_comm {
 
+// How the outputs of new routing are written. See Buffer.dispatch.
+struct DispatchFlags {
+  bool zero_tail = false, expand = false, zero_padding = false;
+  // With expand: whoever calls takes the weights when it needs a tensor of them, and no indices.
+  bool defers_topk = false;
+
+  // Throws CallError: kArgument.
+  void check(bool has_topk_idx) const {
+    if (expand && !has_topk_idx) refuse_argument("topk_idx", {}, "is needed with expand");
+    if (zero_tail && expand) {
+      refuse_argument("zero_tail", true,
+                      "is for outputs without expand; zero_padding serves expanded ones");
+    }
+    if (zero_padding && !expand) refuse_argument("zero_padding", true, "needs expand=True");
+  }
+};
+
 struct DispatchRequest {
   PayloadRequest payload;
   // Of an earlier dispatch, whose routing is repeated; not given: new routing.
@@ -17,9 +34,7 @@ struct DispatchRequest {
   TensorRef num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert;
   TensorRef topk_idx, topk_weights;
   IntegerRef expert_alignment, num_worst_tokens, num_experts;
-  bool zero_tail = false, expand = false, zero_padding = false;
-  // With expand: whoever calls takes the weights when it needs a tensor of them, and no indices.
-  bool defers_topk = false;
+  DispatchFlags flags;
   ConfigChoice config;
   StreamOptions streams;
 };

@@ -132,7 +132,8 @@ class CheckedTierRepeat {
     context.begin();
     payload_ = check_payload(context, request.payload);
     handle_ = check_handle(context, request.handle);
-    require_handle(*handle_, payload_.num_tokens, request.expand || request.zero_padding);
+    require_handle(*handle_, payload_.num_tokens,
+                   request.flags.expand || request.flags.zero_padding);
     plan_ = plan_two_tiers(context, request.config, payload_.form.row_bytes(),
                            payload_.form.scale_row_bytes(), 0, handle_.get());
   }
@@ -195,9 +196,9 @@ class LaunchedTierRepeat : public ReservedTierRepeat {
     DispatchResult result;
     if (handle_->expansion) {
       const ExpansionRecord& expansion = *handle_->expansion;
-      GatheredRows gathered =
-          expand_received(context_, rows_, form_, num_received_of(context_, handle_->routing),
-                          expansion, request_.zero_padding, true, plan_.num_local_blocks, order_);
+      GatheredRows gathered = expand_received(
+          context_, rows_, form_, num_received_of(context_, handle_->routing), expansion,
+          request_.flags.zero_padding, true, plan_.num_local_blocks, order_);
       give_rows(context_, plan_, payload_, expansion.num_rows, std::move(gathered), order_,
                 &result);
     } else {
@@ -214,12 +215,7 @@ class LaunchedTierRepeat : public ReservedTierRepeat {
 class CheckedTierDispatch {
  public:
   CheckedTierDispatch(CallContext& context, const DispatchRequest& request)
-      : context_(context),
-        topk_idx_(request.topk_idx),
-        zero_tail_(request.zero_tail),
-        expand_(request.expand),
-        zero_padding_(request.zero_padding),
-        defers_topk_(request.defers_topk) {
+      : context_(context), topk_idx_(request.topk_idx), flags_(request.flags) {
     context.begin();
     payload_ = check_payload(context, request.payload);
     routing_ = check_routing(context, request, payload_.num_tokens);
@@ -243,7 +239,7 @@ class CheckedTierDispatch {
   CheckedRouting routing_;
   TensorRef topk_idx_;
   RingPlan plan_;
-  bool zero_tail_, expand_, zero_padding_, defers_topk_;
+  DispatchFlags flags_;
   std::vector<const void*> inputs_;
   Object mask_;  // the caller's
 };
@@ -258,7 +254,7 @@ class ReservedTierDispatch : public CheckedTierDispatch {
               .num_topk = routing_.num_topk,
               .topk_idx_bytes = routing_.topk_idx_bytes,
               .has_weights = routing_.has_weights(),
-              .is_scratch = expand_} {
+              .is_scratch = flags_.expand} {
     reserve_routing();
     const int64_t num_forward = context_.forecast.forwarded_rows(payload_.num_tokens);
     if (is_bounded()) {
@@ -347,7 +343,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
       counts = wait_counts();
       if (counts->is_direct) {
         rows_->shrink(context_, counts->num_recv_tokens, counts->num_forward_tokens);
-        if (expand_) order_.follow_caller();
+        if (flags_.expand) order_.follow_caller();
       } else {
         is_early_ = false;
         rows_.reset();  // some rank has no room for so many; all launch again
@@ -421,7 +417,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
         .combine_start = layout_.address(block_.base, RoutingPart::kCombineStart),
         .is_new = true,
         .fill_tail = is_bounded(),
-        .zero_tail = is_bounded() && zero_tail_,
+        .zero_tail = is_bounded() && flags_.zero_tail,
         .is_early = is_early_};
     move_rows(context_, movement, rows, order_.stream());
   }
@@ -444,7 +440,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
     DispatchResult result;
     result.record = make_record(counts);
     DispatchRecord& record = *result.record;
-    if (expand_) {
+    if (flags_.expand) {
       int64_t num_rows = routing_.num_worst_tokens;
       if (counts) {
         for (const int count : counts->num_recv_tokens_per_expert) num_rows += count;
@@ -455,9 +451,9 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
                           context_.group.num_local_experts(routing_.num_experts),
                           routing_.expert_alignment, num_rows, plan_.num_local_blocks, order_);
       GatheredRows gathered =
-          expand_received(context_, *rows_, form_, num_received, numbering.expansion, zero_padding_,
-                          !defers_topk_, plan_.num_local_blocks, order_);
-      if (defers_topk_) {
+          expand_received(context_, *rows_, form_, num_received, numbering.expansion,
+                          flags_.zero_padding, !flags_.defers_topk, plan_.num_local_blocks, order_);
+      if (flags_.defers_topk) {
         MadeTensor weights = std::exchange(gathered.topk_weights, {});
         result.deferred_topk_weights = {{},
                                         std::move(weights.tensor),
