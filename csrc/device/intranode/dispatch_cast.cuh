@@ -1,7 +1,7 @@
 // dispatch, direct mode, for bfloat16 rows that are sent as FP8. A warp reads a row, casts it, and
 // leaves the FP8 row and its scales in a stage. One bulk store per destination sends it from there.
-// An SM is faster with fewer bulk operations (docs/design/0041-asking-ahead.md). So a row is loaded
-// by ordinary loads, and stored whole if it fits.
+// An SM is faster with fewer bulk operations (docs/design/0048). So a row is loaded by ordinary
+// loads, and stored whole if it fits.
 //
 // smem   num_move_warps x 2 stages of an FP8 row, or a piece of it, and its scales
 // else   as TokenMover, dispatch_direct.cuh
