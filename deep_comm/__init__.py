@@ -13,6 +13,7 @@ from deep_comm import errors
 from deep_comm._version import __version__
 from deep_comm.buffer import Buffer
 from deep_comm.config import Config
+from deep_comm.context.stats import BufferStats, PerformanceWarning
 from deep_comm.errors import (
     AllocationError,
     ArgumentError,
@@ -43,6 +44,7 @@ __all__ = [
     "ArgumentError",
     "Buffer",
     "BufferDestroyed",
+    "BufferStats",
     "BufferTooSmall",
     "CallInterrupted",
     "CapacityError",
@@ -60,6 +62,7 @@ __all__ = [
     "MaskedOut",
     "PeerLost",
     "PeerTimeout",
+    "PerformanceWarning",
     "TopologyError",
     "UnsupportedArgument",
     "UnsupportedError",

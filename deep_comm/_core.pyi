@@ -216,6 +216,11 @@ class BufferCalls:
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]
     has_pending: bool  # a dispatch has been sent, and not been received
+    # of dispatch: calls with room in the region, and without; of combine; most bytes without room
+    region_use: tuple[int, int, int, int, int]
+    def warn_without_room(self, warn: Callable[[int], None]) -> None:
+        """Call ``warn(bytes)`` once, for the first large call without room. It must not hold what
+        holds the Buffer's calls."""
     def set_members(self, members: Sequence[str]) -> None:
         """Who makes handles from now on: see deep_comm/context/absent.py."""
     def agree_on_tokens(self, num_tokens: int) -> None:

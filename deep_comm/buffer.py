@@ -15,6 +15,7 @@ from deep_comm import config as configs
 from deep_comm._version import __version__
 from deep_comm.config import Config
 from deep_comm.context import Context
+from deep_comm.context.stats import BufferStats
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.internode import InternodeCalls
@@ -239,6 +240,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             PeerTimeout, ConfigMismatch, ExpertIndexError, CapacityError, MaskedOut: as recorded.
         """
         self._context.check()
+
+    def stats(self) -> BufferStats:
+        """How many calls had room in the receive region, and how many went through rings."""
+        return BufferStats.of(self._context.native_calls, self._context.num_direct_bytes)
 
     def trace(self) -> Recording:
         """What the blocks of this rank have noted in the last calls; see deep_comm.trace.

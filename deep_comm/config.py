@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from deep_comm.errors import ArgumentError
 from deep_comm.ranks.topology import MAX_RANKS_PER_NODE, requested_ranks_per_node
-from deep_comm.settings import integers
+from deep_comm.settings import env, integers
+from deep_comm.settings.buffer import RING_BYTES
 
 # What the size hints allow for beside the payload of a slot: the source index, and top-k indices
 # (int64), top-k weights and scales (4 bytes) of up to this many columns each.
 _HINT_COLUMNS = 128
 _SLOT_METADATA_BYTES = 8 + _HINT_COLUMNS * (8 + 4 + 4)
 _ALIGNMENT = 128
+
+# What the hint of the receive region allows for: see get_nvl_buffer_size_hint. Rows of a dispatch
+# live until their combine, whose rows need room as well.
+_TYPICAL_TOPK = 8
+_IMBALANCE = 1.25
+_USES = 2
+_ROW_METADATA_BYTES = 256  # beside a row: indices, weights, scales, its source
 
 
 @dataclass(frozen=True)
@@ -79,20 +88,47 @@ class Config:
         return -(-self.num_max_nvl_chunked_recv_tokens // 2)
 
     def get_nvl_buffer_size_hint(
-        self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
+        self,
+        hidden_bytes: int,
+        num_ranks: int,
+        ranks_per_node: int | None = None,
+        *,
+        num_tokens: int | None = None,
     ) -> int:
-        """num_nvl_bytes for rows of ``hidden_bytes`` with up to 128 top-k and scale columns.
+        """num_nvl_bytes of a Buffer for rows of ``hidden_bytes``: rings and a receive region.
+
+        The region holds the rows of a dispatch of ``num_tokens`` tokens per rank, and of their
+        combine, if experts are chosen uniformly, eight per token, with a quarter more for
+        imbalance. Calls that need more go through rings; `Buffer.stats()` counts them.
 
         Args:
-            hidden_bytes: of a row, without its scales.
-            num_ranks: of the group.
+            hidden_bytes: bytes of a row, without its scales.
+            num_ranks: R.
             ranks_per_node: default: DEEP_COMM_RANKS_PER_NODE, else 8.
+            num_tokens: default: DEEP_COMM_REGION_TOKENS, else 4096. 0: no region, the rings alone.
 
         Returns:
             Bytes in every rank.
 
         Raises:
             ArgumentError: a size is out of range.
+        """
+        rings = self.ring_bytes(hidden_bytes, num_ranks, ranks_per_node)
+        if num_tokens is None:
+            num_tokens = env.REGION_TOKENS.get()
+        if integers.require("num_tokens", num_tokens, 0) == 0:
+            return rings
+        spread = 1 - (1 - 1 / num_ranks) ** _TYPICAL_TOPK  # of the ranks that a token goes to
+        num_rows = math.ceil(num_tokens * num_ranks * min(1.0, _IMBALANCE * spread))
+        region = _USES * num_rows * (hidden_bytes + _ROW_METADATA_BYTES)
+        # From twice RING_BYTES on a Buffer makes all but RING_BYTES its receive region.
+        return max(rings, _align(RING_BYTES + max(RING_BYTES, region)))
+
+    def ring_bytes(
+        self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
+    ) -> int:
+        """Bytes of the rings inside a node for rows of ``hidden_bytes`` with up to 128 top-k and
+        scale columns. Arguments and errors as of get_nvl_buffer_size_hint.
         """
         num_local, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         words_per_pair = (2 * num_nodes + 3) * 4  # of SMs

@@ -325,10 +325,7 @@ def shapes_page() -> str:
         decode = deep_comm.Buffer.get_low_latency_rdma_size_hint(
             _DECODE_TOKENS, model.hidden, _RANKS, model.experts
         )
-        rings = max(
-            config.get_nvl_buffer_size_hint(2 * model.hidden, _RANKS)
-            for config in (dispatch, combine)
-        )
+        rings = max(config.ring_bytes(2 * model.hidden, _RANKS) for config in (dispatch, combine))
         theirs = low_latency_bytes(_DECODE_TOKENS, model.hidden, _RANKS, model.experts)
         name = model.name + (f" ({model.note})" if model.note else "")
         cells = [name, model.hidden, model.experts, model.topk]

@@ -138,6 +138,27 @@ void bind_normal_calls(py::module_& m, BufferClass& buffer) {
   def_call<&call_dispatch>(buffer, "dispatch");
   def_call<&call_combine>(buffer, "combine");
   buffer
+      .def(
+          "warn_without_room",
+          [](BoundBuffer& self, py::object warn) {
+            self.context.region_use.warn = [warn = std::move(warn)](size_t num_bytes) {
+              try {
+                warn(num_bytes);
+              } catch (py::error_already_set& error) {
+                error.discard_as_unraisable("a warning of deep_comm");  // peers are in the call
+              }
+            };
+          },
+          py::arg("warn"), "Call `warn(bytes)` once, for a large call without room in the region.")
+      .def_property_readonly(
+          "region_use",
+          [](const BoundBuffer& self) {
+            const RegionUse& use = self.context.region_use;
+            return py::make_tuple(use.dispatch.num_in_region, use.dispatch.num_without_room,
+                                  use.combine.num_in_region, use.combine.num_without_room,
+                                  use.most_bytes_without_room);
+          },
+          "Calls of dispatch with room in the region and without, of combine, most bytes without.")
       .def_property_readonly(
           "has_pending", [](const BoundBuffer& self) { return self.context.pending != nullptr; })
       .def(

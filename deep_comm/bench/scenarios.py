@@ -123,7 +123,7 @@ def _normal(
         hints = [config.get_rdma_buffer_size_hint(row_bytes, *sizes) for config in hinted]
         slot_bytes = 0 if options.rings else row_bytes + 384 + 8 * workload.num_topk
         num_rdma_bytes = max(*hints, 2 * num_rows * slot_bytes)
-    hints = [config.get_nvl_buffer_size_hint(row_bytes, *sizes) for config in hinted]
+    hints = [config.ring_bytes(row_bytes, *sizes) for config in hinted]
     num_nvl_bytes = max([smallest, *hints])
     if mode == "direct" or (is_two_tier and not options.rings):
         if any("expanded" in name for name in names):

@@ -56,7 +56,7 @@ def ring_bytes(topology: Topology, row_bytes: int) -> tuple[int, int]:
     wanted = [recommended(num_ranks, DEFAULT_NUM_SMS) for recommended in RECOMMENDED.values()]
     shape = (row_bytes, num_ranks, topology.ranks_per_node)
     return (
-        max(config.get_nvl_buffer_size_hint(*shape) for config in wanted),
+        max(config.ring_bytes(*shape) for config in wanted),
         max(config.get_rdma_buffer_size_hint(*shape) for config in wanted),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deep_comm import _core, errors, tuning
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.backends.base import EXCHANGE_API
-from deep_comm.context import absent
+from deep_comm.context import absent, stats
 from deep_comm.context.absent import Absence
 from deep_comm.context.failures import Failures
 from deep_comm.events import EventHandle, EventOverlap
@@ -177,6 +178,10 @@ class Context:
         self.failures = Failures(self.engine, self.backend, self.low_latency_bytes > 0)
         self.native_calls = self._bind_calls(rail_reads_late)
         self.native_calls.set_members(list(self.membership))
+        if settings.num_direct_bytes != 0:  # nobody asked for rings
+            self.native_calls.warn_without_room(
+                functools.partial(stats.warn_without_room, self.num_nvl_bytes, direct_bytes)
+            )
         self.get_dispatch_layout = self.native_calls.get_dispatch_layout
         self.dispatch = self.native_calls.dispatch
         self.combine = self.native_calls.combine

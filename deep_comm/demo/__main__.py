@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from deep_comm import Buffer
+from deep_comm import Buffer, Config
 from deep_comm.bench.payload import same_bits
 from deep_comm.demo import report
 from deep_comm.demo.forward import Forward, forward
@@ -21,7 +21,6 @@ from deep_comm.ranks.rendezvous import all_gather_object
 
 # Far longer than any step takes; a rank that is stuck ends the demo then.
 GROUP_TIMEOUT = datetime.timedelta(seconds=300)
-NUM_NVL_BYTES = 64 << 20
 NUM_RDMA_BYTES = 16 << 20  # not allocated inside one node
 
 
@@ -77,7 +76,8 @@ def run(arguments: argparse.Namespace) -> bool:
     sizes = split(len(text), num_ranks)
     mine = share_of(tokens, sizes, rank)
     experts = Experts(device)
-    with Buffer(dist.group.WORLD, NUM_NVL_BYTES, NUM_RDMA_BYTES, device=device) as buffer:
+    num_nvl_bytes = Config().get_nvl_buffer_size_hint(2 * HIDDEN, num_ranks)
+    with Buffer(dist.group.WORLD, num_nvl_bytes, NUM_RDMA_BYTES, device=device) as buffer:
         num_nodes = max(1, len(buffer.rail_put_bytes))
         if num_nodes > 1:
             say(f"{num_nodes} nodes of {num_ranks // num_nodes} ranks")

@@ -35,7 +35,8 @@ def rank_main(group: Any) -> bool:
     topk_idx = torch.tensor([TOPK_IDX[token] for token in mine]).view(-1, 2).to(device)
     topk_weights = torch.tensor([TOPK_WEIGHTS[token] for token in mine]).view(-1, 2).to(device)
 
-    with deep_comm.Buffer(group, num_nvl_bytes=64 << 20, device=device) as buffer:
+    num_bytes = deep_comm.Config().get_nvl_buffer_size_hint(2 * HIDDEN, group.size())
+    with deep_comm.Buffer(group, num_bytes, device=device) as buffer:
         # Each token goes once to every rank that holds one of its experts.
         rows, idx, weights, counts, handle, _ = buffer.dispatch(
             x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=NUM_EXPERTS

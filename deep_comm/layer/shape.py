@@ -127,7 +127,7 @@ def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
     """For the rings that carry what finds no room in the receive region."""
     if device_type != "cpu":
         return _DEVICE_RING_BYTES  # calls shrink their rings to what there is
-    return host_default().get_nvl_buffer_size_hint(shape.row_bytes, num_ranks)
+    return host_default().ring_bytes(shape.row_bytes, num_ranks)
 
 
 def rail_bytes(

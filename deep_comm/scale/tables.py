@@ -201,7 +201,7 @@ def memory() -> str:
         num_nodes, num_channels, tokens = job.num_nodes, NUM_SMS // 2, job.num_tokens
         hints = [
             (
-                config.get_nvl_buffer_size_hint(job.combine_row_bytes, num_ranks),
+                config.ring_bytes(job.combine_row_bytes, num_ranks),
                 config.get_rdma_buffer_size_hint(job.combine_row_bytes, num_ranks),
             )
             for config in configs_of(num_ranks, NUM_SMS)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Rings that keep the links busy at any number of SMs; a larger buffer is better
 # used as receive region.
-_RING_BYTES = 64 << 20
+RING_BYTES = 64 << 20
 
 # Kernels whose steps are kept; those of one take 640 KiB.
 _MOST_TRACE_CALLS = 4096
@@ -60,6 +60,6 @@ class Settings:
         """
         if self.num_direct_bytes is not None:
             return self.num_direct_bytes
-        if self.num_nvl_bytes < 2 * _RING_BYTES:
+        if self.num_nvl_bytes < 2 * RING_BYTES:
             return 0
-        return self.num_nvl_bytes - _RING_BYTES
+        return self.num_nvl_bytes - RING_BYTES

@@ -108,6 +108,14 @@ NUM_DIRECT_BYTES: Variable[int | None] = Variable(
     "record_stream; slower; unset: what num_nvl_bytes has beyond 64 MiB, from 128 MiB on",
     _parse_count,
 )
+REGION_TOKENS: Variable[int] = Variable(
+    "DEEP_COMM_REGION_TOKENS",
+    "a number of at least 0",
+    4096,
+    "tokens per rank whose rows have room in the receive region of Buffers sized by "
+    "Config.get_nvl_buffer_size_hint; 0: rings alone",
+    _parse_count,
+)
 DEVICE: Variable[str | None] = Variable(
     "DEEP_COMM_DEVICE",
     "a torch device such as 'cpu', 'cuda' or 'cuda:0'",
@@ -212,9 +220,9 @@ VLLM: Variable[bool] = Variable(
 )
 
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, EARLY_LAUNCHES, NUM_DIRECT_BYTES, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL,
-    RAIL_NEAR, NIC_GB_PER_S, TUNE_FILE, POISON, TRACE, TRACE_DIR, DEEP_EP_FULL_RDMA, DECODE_TOKENS,
-    VLLM,
+    TIMEOUT_S, NUM_SMS, EARLY_LAUNCHES, NUM_DIRECT_BYTES, REGION_TOKENS, DEVICE, RANKS_PER_NODE,
+    HOST_NAME, RAIL, RAIL_NEAR, NIC_GB_PER_S, TUNE_FILE, POISON, TRACE, TRACE_DIR,
+    DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.

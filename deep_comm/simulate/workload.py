@@ -83,7 +83,7 @@ def rank_main(case: Case) -> Callable[[RankGroup], None]:
         workload, rank = case.workload, group.rank()
         config = Config(workload.num_sms, min(4, workload.num_slots), 2 * workload.num_slots)
         hidden_bytes = workload.hidden * 2
-        num_nvl_bytes = config.get_nvl_buffer_size_hint(hidden_bytes, workload.num_ranks)
+        num_nvl_bytes = config.ring_bytes(hidden_bytes, workload.num_ranks)
         num_max_experts = max(workload.num_experts, 1)
         with Buffer(group, num_nvl_bytes, device="cpu", num_max_experts=num_max_experts) as buffer:
             idx = case.topk_idxs[rank]

@@ -23,6 +23,7 @@
 #include "host/engine_calls.hpp"
 #include "host/interpreter.hpp"
 #include "host/memory.hpp"
+#include "host/region_use.hpp"
 #include "host/require.hpp"
 #include "host/ring_plan.hpp"
 #include "host/row_forecast.hpp"
@@ -92,6 +93,7 @@ class CallContext {
   EarlyDispatches early_dispatches;
   PlanCache<TwoTierKey, RingPlan> two_tier_plans;
   RailReads rail_reads;
+  RegionUse region_use;
   std::shared_ptr<PendingCall> pending;
   std::shared_ptr<const BufferToken> token;
   PlansInNode plans_in_node;

@@ -52,8 +52,9 @@ class ReservedInNodeCombine : public CheckedInNodeCombine {
             reduce_experts(context_, combine_, handle(), plan_->rings.num_local_blocks, order)) {
     Memory& memory = context_.memory;
     num_staging_rows_ = num_staging_rows(context_, handle());
-    staging_ =
-        memory.take(static_cast<size_t>(num_staging_rows_) * plan_->staging_row_bytes, order, true);
+    const size_t num_bytes = static_cast<size_t>(num_staging_rows_) * plan_->staging_row_bytes;
+    staging_ = memory.take(num_bytes, order, true);
+    context_.region_use.note(&RegionUse::combine, staging_ != nullptr, num_bytes);
     combined_x_ =
         memory.empty(TensorSpec::of(combine_.type, {handle().num_tokens, combine_.hidden}), order);
     if (combine_.weights != 0) {

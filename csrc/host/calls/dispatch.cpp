@@ -125,9 +125,12 @@ class LaunchedRepeat : public ReservedRepeat {
   }
 
   DispatchResult receive() {
+    const OutputForm form{.payload = payload_.form, .makes_handle = false};
+    context_.region_use.note(&RegionUse::dispatch, out_.block != nullptr,
+                             form.layout(out_.num_rows).num_bytes);
     DispatchResult result;
-    fill_result(context_, payload_, {.payload = payload_.form, .makes_handle = false},
-                plan_->rings.channels.num_channels, false, std::move(out_), order_, &result);
+    fill_result(context_, payload_, form, plan_->rings.channels.num_channels, false,
+                std::move(out_), order_, &result);
     result.event = order_.finish(inputs_of(payload_, request_), &handle_->held);
     return result;
   }
@@ -322,6 +325,8 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
  public:
   DispatchResult receive() override {
     if (!is_bounded()) receive_rows();
+    context->region_use.note(&RegionUse::dispatch, out.block != nullptr,
+                             form.layout(out.num_rows).num_bytes);
     const std::shared_ptr<DispatchRecord> record = make_record();
     if (flags.expand) {
       expand_rows(*context,

@@ -61,11 +61,13 @@ class ReservedTierCombine : public CheckedTierCombine {
           memory.empty(TensorSpec::of(kFloat32, {num_tokens, checked_.num_topk}), order_);
     }
     // Without the places of rows, or room for them, the rings serve.
-    if (handle().routing.forward_slots == 0 || !context_.has_region()) return;
     num_staging_rows_ = num_staging_rows_of(context_.group, handle());
-    staging_ = memory.take(static_cast<size_t>(num_staging_rows_) *
-                               staging_row_bytes(checked_.row_bytes, checked_.num_topk),
-                           order_, true);
+    const size_t num_bytes = static_cast<size_t>(num_staging_rows_) *
+                             staging_row_bytes(checked_.row_bytes, checked_.num_topk);
+    if (handle().routing.forward_slots != 0 && context_.has_region()) {
+      staging_ = memory.take(num_bytes, order_, true);
+    }
+    context_.region_use.note(&RegionUse::combine, staging_ != nullptr, num_bytes);
   }
 
  protected:

@@ -193,6 +193,7 @@ class LaunchedTierRepeat : public ReservedTierRepeat {
   }
 
   DispatchResult receive() {
+    rows_.note_use(context_.region_use);
     DispatchResult result;
     if (handle_->expansion) {
       const ExpansionRecord& expansion = *handle_->expansion;
@@ -437,6 +438,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
 
   // What follows the rows: local kernels, which nobody waits for.
   DispatchResult end(const std::optional<TwoTierCounts>& counts) {
+    rows_->note_use(context_.region_use);
     DispatchResult result;
     result.record = make_record(counts);
     DispatchRecord& record = *result.record;

@@ -37,6 +37,9 @@ class TierRows {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_forward_rows() const { return num_forward_rows_; }
   bool are_in_region() const { return block_ != nullptr; }
+  void note_use(RegionUse& use) const {
+    use.note(&RegionUse::dispatch, are_in_region(), layout().num_bytes);
+  }
   // Lines from the heap's base, 0: not in the region.
   uint32_t output_line() const;
   uint32_t src_line(const CallContext& context) const;

@@ -259,13 +259,13 @@ def test_a_buffer_goes_on_after_reset() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 @pytest.mark.parametrize("hidden_bytes", [16, 4096, 14336])
-def test_the_size_hint_holds_the_rings_of_every_call_it_allows(
+def test_ring_bytes_hold_the_rings_of_every_call_it_allows(
     num_ranks: int, hidden_bytes: int
 ) -> None:
     from deep_comm import _core
 
     for config in (Buffer.get_dispatch_config(num_ranks), Config(2, 1, 1), Config(132, 8, 64)):
-        hint = config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks)
+        hint = config.ring_bytes(hidden_bytes, num_ranks)
         for num_topk, scale_row_bytes in ((0, 0), (8, 224), (64, 512)):
             needed = _core.Engine.ring_bytes(
                 num_ranks=num_ranks,

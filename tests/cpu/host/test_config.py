@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -54,12 +56,40 @@ def test_a_ring_of_one_slot_is_legal() -> None:
     assert Config(2, 1, 1).num_max_nvl_chunked_recv_tokens == 1
 
 
-def test_nvl_hint_follows_the_formula() -> None:
+def test_ring_bytes_follow_the_formula() -> None:
     # 10 channels, 8 ranks: head, tail and offsets of 5 words, and 256 slots of a row with metadata.
     slot = 14336 + 8 + 128 * 8 + 128 * 4 + 128 * 4
     expected = 10 * 8 * (5 * 4 + 256 * slot)
-    assert Config().get_nvl_buffer_size_hint(14336, 8) == -(-expected // 128) * 128
-    assert Config().get_nvl_buffer_size_hint(14336, 3) % 128 == 0
+    assert Config().ring_bytes(14336, 8) == -(-expected // 128) * 128
+    assert Config().ring_bytes(14336, 3) % 128 == 0
+    assert Config().get_nvl_buffer_size_hint(14336, 8, num_tokens=0) == Config().ring_bytes(
+        14336, 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_rows"),
+    [(2, 2 * 4096), (4, 4 * 4096), (8, math.ceil(1.25 * 8 * 4096 * (1 - (7 / 8) ** 8)))],
+)
+def test_nvl_hint_has_a_region_for_rows_of_a_dispatch_and_its_combine(
+    num_ranks: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uniform routing with a quarter on top, at most all tokens of all ranks; 64 MiB of rings."""
+    hint = Config().get_nvl_buffer_size_hint
+    region = hint(14336, num_ranks) - (64 << 20)
+    assert 0 <= region - 2 * num_rows * (14336 + 256) < 128
+    assert hint(14336, num_ranks, num_tokens=8192) - (64 << 20) == pytest.approx(2 * region)
+    monkeypatch.setenv("DEEP_COMM_REGION_TOKENS", "1024")
+    assert hint(14336, num_ranks) == hint(14336, num_ranks, num_tokens=1024)
+    monkeypatch.setenv("DEEP_COMM_REGION_TOKENS", "0")
+    assert hint(14336, num_ranks) == Config().ring_bytes(14336, num_ranks)
+
+
+def test_nvl_hint_is_enough_for_a_region_however_few_the_bytes() -> None:
+    for num_tokens in (1, 4096):
+        assert Config().get_nvl_buffer_size_hint(16, 2, num_tokens=num_tokens) == 128 << 20
+    with pytest.raises(ArgumentError):
+        Config().get_nvl_buffer_size_hint(16, 2, num_tokens=-1)
 
 
 def test_rdma_hint_is_zero_inside_a_node_and_follows_the_formula_beyond() -> None:

@@ -207,7 +207,7 @@ def test_size_hints_suffice(num_nodes: int, ranks_per_node: int) -> None:
     case = InternodeCase(
         (6,) * num_ranks, hidden=112, experts=2 * num_ranks, topk=6, num_sms=4, send_chunk=3,
         slots=7, rail_chunk=2, rail_slots=5, ranks_per_node=ranks_per_node,
-        nvl_bytes=config.get_nvl_buffer_size_hint(224, num_ranks, ranks_per_node),
+        nvl_bytes=config.ring_bytes(224, num_ranks, ranks_per_node),
         rdma_bytes=config.get_rdma_buffer_size_hint(224, num_ranks, ranks_per_node),
     )  # fmt: skip
     results = local.run(lambda group: run_case(group, case), num_ranks, timeout_s=120)
