@@ -79,7 +79,7 @@ def run(
     seed: int,
     policy: str = "any",
     weak_memory: bool = True,
-    weak_loads: bool = False,
+    weak_loads: bool = True,
     delay_bulk: bool = True,
     faults: Sequence[str] = (),
     stalls: Sequence[tuple[int, int, int]] = (),
