@@ -250,7 +250,8 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
   if (!TakenRoutes::take(context, layout, buffer.own<uint8_t>(buffer.slot(source, slot)), source,
                          &taken)) {
     forget_row(args, memory, slot_idx);
-    return is_given_up(context, source);
+    // Only a lane whose wait has failed must see why.
+    return arch::any(kFullMask, is_given_up(context, source));
   }
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     const int expert = Route::unpack(taken.routes[part]).local_expert;
