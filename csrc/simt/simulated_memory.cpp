@@ -39,14 +39,13 @@ void check_aligned(Executor& executor, const Fiber* fiber, const void* address,
 
 }  // namespace
 
-SimulatedMemory::SimulatedMemory(bool weak, bool weak_loads, int num_ranks, Random& random,
-                                 Executor& executor)
+SimulatedMemory::SimulatedMemory(bool weak, int num_ranks, Random& random, Executor& executor)
     : weak_(weak),
       random_(random),
       executor_(executor),
-      stale_load_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
-      stale_bulk_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
-      past_store_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      stale_load_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      stale_bulk_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      past_store_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
       ranks_(static_cast<size_t>(num_ranks)) {
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     ranks_[rank].bound = kRankLines;

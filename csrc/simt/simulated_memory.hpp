@@ -56,7 +56,7 @@ struct ReadState {
 
 class SimulatedMemory {
  public:
-  SimulatedMemory(bool weak, bool weak_loads, int num_ranks, Random& random, Executor& executor);
+  SimulatedMemory(bool weak, int num_ranks, Random& random, Executor& executor);
 
   void start_fiber(Fiber* fiber) { fiber->view = View::all(history_.now()); }
   uint32_t now() const { return history_.now(); }

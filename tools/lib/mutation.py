@@ -46,7 +46,7 @@ class Machines:
         def make(**options: Any) -> Any:
             self.has_faults = self.has_faults or bool(options.get("faults"))
             options["seed"] += self.seed_offset
-            machine = original(**{**options, "weak_loads": True, **self.options})
+            machine = original(**{**options, **self.options})
             self.made.append(machine)
             return machine
 
