@@ -332,9 +332,9 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
       add_weights(args, slot.rows, slot.num_received, slot.own_position, slot.own_row, slot.token);
     }
     arch::sync_warp();  // all lanes have read the slot
-    // pairs with: TokenWatch::is_free — the reads of the slot
-    // order-proof: orders reads alone, which the simulation never performs late
     if (arch::lane_idx() == 0) {
+      // pairs with: TokenWatch::is_free — the reads of the slot
+      // order-proof: orders reads alone, which the simulation never performs late
       arch::atomic_add_acq_rel_cta(&entry->num_using[slot_idx], 0xffffffffu);
     }
   }
