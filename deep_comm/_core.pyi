@@ -529,8 +529,7 @@ class Simulation:
         seed: int,
         # "random" | "fifo" | "lifo" | "starve" | "priority" | "any" (chosen by the seed)
         policy: str = "random",
-        weak_memory: bool = True,  # hold stores that are not releases
-        weak_loads: bool = True,  # with weak_memory: read what was there before
+        weak_memory: bool = True,  # hold stores that are not releases; read what was there before
         delay_bulk: bool = True,  # complete bulk copies late
         collectives_order_memory: bool = False,  # shuffles and votes, as sync_warp
         faults: Sequence[str] = (),  # names of Fault: "weaken_release", "skip_credit", ...

@@ -15,8 +15,8 @@ namespace {
 using StallTuple = std::tuple<int, uint64_t, uint64_t>;
 
 std::unique_ptr<simt::Simulation> make_simulation(int num_ranks, uint64_t seed, std::string policy,
-                                                  bool weak_memory, bool weak_loads,
-                                                  bool delay_bulk, bool collectives_order_memory,
+                                                  bool weak_memory, bool delay_bulk,
+                                                  bool collectives_order_memory,
                                                   std::vector<std::string> faults,
                                                   const std::vector<StallTuple>& stalls,
                                                   std::string on_stuck, std::string weaken,
@@ -25,7 +25,6 @@ std::unique_ptr<simt::Simulation> make_simulation(int num_ranks, uint64_t seed, 
                                   .seed = seed,
                                   .policy = std::move(policy),
                                   .weak_memory = weak_memory,
-                                  .weak_loads = weak_loads,
                                   .delay_bulk = delay_bulk,
                                   .collectives_order_memory = collectives_order_memory,
                                   .faults = std::move(faults),
@@ -70,7 +69,7 @@ void bind_simulation(py::module_& m) {
   py::class_<Simulation>(m, "Simulation", py::module_local())
       .def(py::init(&make_simulation), py::kw_only(), py::arg("num_ranks"), py::arg("seed"),
            py::arg("policy") = "random", py::arg("weak_memory") = true,
-           py::arg("weak_loads") = true, py::arg("delay_bulk") = true,
+           py::arg("delay_bulk") = true,
            py::arg("collectives_order_memory") = false,
            py::arg("faults") = std::vector<std::string>(),
            py::arg("stalls") = std::vector<StallTuple>(), py::arg("on_stuck") = "report",

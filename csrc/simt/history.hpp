@@ -26,6 +26,8 @@ struct Change {
   Scope scope = Scope::kSys;     // kCta: visible in one block; kGpu: in one rank
   uint8_t old[kLineBytes] = {};
   bool is_atomic = false;      // no store comes between what it has read and what it stored
+  bool has_past = false;       // `old` was stored later, but comes before this change
+  uint32_t past_release = 0;   // of that store
   uint32_t previous = 0;       // time of the change before in the same list of lines
   uint32_t previous_near = 0;  // and of neighbouring lines
 };

@@ -53,8 +53,7 @@ struct SimulationOptions {
   int num_ranks = 1;
   uint64_t seed = 0;
   std::string policy = "random";  // random | fifo | lifo | starve | priority | any
-  bool weak_memory = true;        // hold stores that are not releases
-  bool weak_loads = true;         // with weak_memory: read what was there before
+  bool weak_memory = true;        // hold stores that are not releases; read what was there before
   bool delay_bulk = true;         // complete bulk copies late
   // Shuffles and votes order memory as sync_warp does. GPUs do this, PTX does not promise it.
   bool collectives_order_memory = false;

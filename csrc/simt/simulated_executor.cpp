@@ -68,8 +68,7 @@ SimulatedExecutor::SimulatedExecutor(const SimulationOptions& options)
       sites_(options.weaken),
       random_(options.seed),
       ready_(parse_policy(options.policy, random_), options.num_ranks, random_),
-      memory_(options.weak_memory, options.weak_memory && options.weak_loads, options.num_ranks,
-              random_, *this),
+      memory_(options.weak_memory, options.num_ranks, random_, *this),
       bulk_(options.delay_bulk, memory_, random_, *this),
       rail_(*this, random_, kRailPieces, (fault_bits(options.faults) & kReorderRail) == 0),
       preempt_(take_one(kPreemptMeans, random_), random_),
@@ -308,7 +307,6 @@ std::string SimulatedExecutor::describe_run() const {
   text += "replay: python -m deep_comm.simulate --seed " + std::to_string(options_.seed) +
           " --policy " + options_.policy + " --ranks " + std::to_string(options_.num_ranks);
   if (!options_.weak_memory) text += " --strong-memory";
-  if (options_.weak_memory && options_.weak_loads) text += " --weak-loads";
   if (!options_.delay_bulk) text += " --prompt-bulk";
   if (options_.collectives_order_memory) text += " --ordered-collectives";
   if (options_.on_stuck != "report") text += " --on-stuck " + options_.on_stuck;

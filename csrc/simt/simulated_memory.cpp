@@ -39,14 +39,13 @@ void check_aligned(Executor& executor, const Fiber* fiber, const void* address,
 
 }  // namespace
 
-SimulatedMemory::SimulatedMemory(bool weak, bool weak_loads, int num_ranks, Random& random,
-                                 Executor& executor)
+SimulatedMemory::SimulatedMemory(bool weak, int num_ranks, Random& random, Executor& executor)
     : weak_(weak),
       random_(random),
       executor_(executor),
-      stale_load_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
-      stale_bulk_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
-      past_store_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      stale_load_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      stale_bulk_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      past_store_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
       ranks_(static_cast<size_t>(num_ranks)) {
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     ranks_[rank].bound = kRankLines;
@@ -282,20 +281,22 @@ SimulatedMemory::Layers SimulatedMemory::layers_of(const Fiber* fiber, LineKey k
   return layers;
 }
 
-uint32_t SimulatedMemory::take_back(const Fiber* fiber, const View& view, LineKey key,
-                                    uint16_t wanted, uint32_t floor, bool goes_back,
-                                    Layers& layers) {
-  uint32_t time = history_.first(key);
-  while (time != 0) {
+SimulatedMemory::Left SimulatedMemory::take_back(const Fiber* fiber, const View& view, LineKey key,
+                                                 uint16_t wanted, uint32_t floor, bool goes_back,
+                                                 Layers& layers) {
+  Left past;
+  for (uint32_t time = history_.first(key); time != 0; time = history_.next(history_.at(time))) {
     const Change& change = history_.at(time);
-    if (change.key == key && (change.written & wanted) != 0 && can_see(change, fiber)) {
-      if (!goes_back || time <= floor || must_see(change, time, fiber, view)) return time;
-      layers.take_back(change);
-      goes_back = random_.coin();
+    if (change.key != key || (change.written & wanted) == 0 || !can_see(change, fiber)) continue;
+    const bool is_seen = time <= floor || must_see(change, time, fiber, view);
+    if (!goes_back || is_seen) {
+      return past.time != 0 ? past : Left{time, change.release, is_seen};
     }
-    time = history_.next(change);
+    layers.take_back(change);
+    goes_back = random_.coin();
+    past = change.has_past ? Left{time - 1, change.past_release, false} : Left{};
   }
-  return 0;
+  return past;
 }
 
 // ---- lines ----------------------------------------------------------------------------
@@ -476,22 +477,21 @@ void SimulatedMemory::ordered_load(Fiber* fiber, void* value, const void* addres
   Layers layers = layers_of(fiber, key, wanted, false);
   ReadState::Floor* floor = fiber->reads ? fiber->reads->find(key) : nullptr;
   goes_back = goes_back && (!floor || floor->num_stale < kMaxStaleReads);
-  const uint32_t time =
+  const Left left =
       take_back(fiber, fiber->view, key, wanted, floor ? floor->time : 0, goes_back, layers);
   finish_load(fiber, value, address, num_bytes, layers);
-  if (time == 0) return;
-  const Change& change = history_.at(time);
-  if (!must_see(change, time, fiber, fiber->view)) {
+  if (left.time == 0) return;
+  if (!left.is_seen_anyway) {
     if (!floor) {
       ReadState& reads = reads_of(fiber);
       floor = &reads.floors[reads.next_floor++ % ReadState::kNumFloors];
       if (floor->key != 0) see_all_until(fiber, floor->time);
       *floor = {.key = key, .time = 0, .num_stale = 0};
     }
-    floor->time = std::max(floor->time, time);
+    floor->time = std::max(floor->time, left.time);
   }
   if (floor) floor->num_stale = goes_back ? floor->num_stale + 1 : 0;
-  observe(fiber, change.release, time, acquires, scope);
+  observe(fiber, left.release, left.time, acquires, scope);
 }
 
 void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsigned num_bytes) {
@@ -504,9 +504,10 @@ void SimulatedMemory::relaxed_store(Fiber* fiber, void* address, const void* val
 }
 
 // Nothing orders this store after a change that its fiber need not see, so it may come before that
-// change: then nobody sees the store who sees the change.
+// change: then nobody sees the store who sees the change. Whoever must see the store sees nothing
+// older.
 bool SimulatedMemory::store_in_the_past(Fiber* fiber, void* address, const void* value,
-                                        unsigned num_bytes) {
+                                        unsigned num_bytes, uint32_t release) {
   if (!past_store_.strikes(random_)) [[likely]]
     return false;
   const LineKey key = line_key(address);
@@ -529,6 +530,12 @@ bool SimulatedMemory::store_in_the_past(Fiber* fiber, void* address, const void*
     return false;
   }
   memcpy(change.old + reinterpret_cast<uintptr_t>(address) % kLineBytes, value, num_bytes);
+  change.past_release = join_releases(change.past_release, release);
+  change.has_past = true;
+  do {
+    time = history_.next(history_.at(time));
+  } while (time != 0 && (history_.at(time).key != key || (history_.at(time).written & written) == 0));
+  see_all_until(fiber, time);
   return true;
 }
 
@@ -547,7 +554,7 @@ void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsi
                             uint32_t release) {
   check_aligned(executor_, fiber, address, num_bytes);
   const bool is_shared = block_of(fiber)->owns(address);
-  if (!is_shared && store_in_the_past(fiber, address, value, num_bytes)) return;
+  if (!is_shared && store_in_the_past(fiber, address, value, num_bytes, release)) return;
   if (!weak_ || is_shared) {
     if (weak_) note_change_of_block(fiber, address, num_bytes, release);
     memcpy(address, value, num_bytes);
@@ -609,9 +616,10 @@ void SimulatedMemory::end_atomic(Fiber* fiber, const void* address, unsigned num
   const uint16_t wanted = valid_mask(address, num_bytes);
   uint32_t read_release = 0;
   Layers unused;
-  if (const uint32_t time = take_back(fiber, fiber->view, key, wanted, 0, false, unused)) {
-    read_release = history_.at(time).release;
-    observe(fiber, read_release, time, is_ordered, scope);
+  const Left left = take_back(fiber, fiber->view, key, wanted, 0, false, unused);
+  if (left.time != 0) {
+    read_release = left.release;
+    observe(fiber, read_release, left.time, is_ordered, scope);
   }
   uint32_t release = join_releases(read_release, relaxed_release(fiber, scope));
   if (is_ordered) release = join_releases(release, add_release(fiber, scope));

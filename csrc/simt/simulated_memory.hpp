@@ -56,7 +56,7 @@ struct ReadState {
 
 class SimulatedMemory {
  public:
-  SimulatedMemory(bool weak, bool weak_loads, int num_ranks, Random& random, Executor& executor);
+  SimulatedMemory(bool weak, int num_ranks, Random& random, Executor& executor);
 
   void start_fiber(Fiber* fiber) { fiber->view = View::all(history_.now()); }
   uint32_t now() const { return history_.now(); }
@@ -135,13 +135,20 @@ class SimulatedMemory {
   uint32_t join_releases(uint32_t earlier, uint32_t later);
   uint32_t relaxed_release(Fiber* fiber, Scope scope);
   void observe(Fiber* fiber, uint32_t release, uint32_t time, bool acquires, Scope scope);
-  bool store_in_the_past(Fiber* fiber, void* address, const void* value, unsigned num_bytes);
+  bool store_in_the_past(Fiber* fiber, void* address, const void* value, unsigned num_bytes,
+                         uint32_t release);
   static void see_all_until(Fiber* fiber, uint32_t time);
   bool can_see(const Change& change, const Fiber* fiber) const;
   bool must_see(const Change& change, uint32_t time, const Fiber* fiber, const View& view) const;
+  // The value that is left when changes are taken back.
+  struct Left {
+    uint32_t time = 0;  // of the newest change that is left; 0: none is known
+    uint32_t release = 0;
+    bool is_seen_anyway = true;  // its fiber must see it
+  };
   // Takes changes back that the fiber need not see, the newest ones first and by chance as many as
-  // it likes. Returns the newest one that is left, or 0. `floor`: of changes that it has read.
-  uint32_t take_back(const Fiber* fiber, const View& view, LineKey key, uint16_t wanted,
+  // it likes. `floor`: of changes that it has read.
+  Left take_back(const Fiber* fiber, const View& view, LineKey key, uint16_t wanted,
                      uint32_t floor, bool goes_back, Layers& layers);
   Layers layers_of(const Fiber* fiber, LineKey key, uint16_t wanted, bool only_of_rank);
   static void finish_load(const Fiber* fiber, void* value, const void* address, unsigned num_bytes,

@@ -79,7 +79,6 @@ def run(
     seed: int,
     policy: str = "any",
     weak_memory: bool = True,
-    weak_loads: bool = False,
     delay_bulk: bool = True,
     faults: Sequence[str] = (),
     stalls: Sequence[tuple[int, int, int]] = (),
@@ -95,9 +94,8 @@ def run(
     Args:
         seed: decides every choice of the scheduler.
         policy: "random", "fifo", "lifo", "starve", "priority", or "any": the seed picks one.
-        weak_memory: hold back stores that are not releases.
-        weak_loads: with weak_memory, let loads that nothing orders return what was there before.
-            Off until low latency with masks passes with it: docs/design/0045-weak-loads.md.
+        weak_memory: hold back stores that are not releases, and let loads that nothing orders
+            return what was there before.
         delay_bulk: complete bulk copies late.
         faults: protocol parts to break on purpose, e.g. "weaken_release", "skip_credit".
         stalls: (rank, after step, for so many steps); 0 steps: for ever.
@@ -116,7 +114,6 @@ def run(
         seed=seed,
         policy=policy,
         weak_memory=weak_memory,
-        weak_loads=weak_loads,
         delay_bulk=delay_bulk,
         faults=list(faults),
         stalls=list(stalls),

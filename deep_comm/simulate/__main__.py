@@ -66,9 +66,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--strong-memory", action="store_true", help="stores and loads act at once")
     parser.add_argument(
-        "--weak-loads", action="store_true", help="loads may return what was there before"
-    )
-    parser.add_argument(
         "--ordered-collectives", action="store_true", help="shuffles and votes order memory"
     )
     parser.add_argument("--prompt-bulk", action="store_true", help="bulk copies complete at once")
@@ -104,7 +101,6 @@ def main(arguments: list[str] | None = None) -> int:
                 seed,
                 options.policy,
                 weak_memory=not options.strong_memory,
-                weak_loads=options.weak_loads,
                 delay_bulk=not options.prompt_bulk,
                 faults=options.fault,
                 stalls=options.stall,

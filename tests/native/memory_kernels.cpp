@@ -377,6 +377,30 @@ void coherence(const Args& args) {
   }
 }
 
+// Ranks 0 and 1 store to one word at the same time, rank 1 after data and a fence. memory[16]:
+// rank 1 sees neither store; [18]: rank 2 sees neither, though rank 1 has told it; [20]: rank 2 sees
+// rank 1's store and not the data.
+void racing_stores(const Args& args) {
+  if (thread_idx() != 0 || block_idx() != 0) return;
+  uint64_t *word = args.memory, *told = args.memory + 2, *data = args.memory + 4;
+  if (args.rank == 2) {
+    const uint64_t early = ld_acquire_sys(word);
+    const bool has_data = ld_weak(data) == 1;
+    if (early == 2 && !has_data) st_weak(args.memory + 20, uint64_t{1});
+    await(told);
+    if (ld_weak(word) == 0) st_weak(args.memory + 18, uint64_t{1});
+    return;
+  }
+  if (args.rank == 1) {
+    st_weak(data, uint64_t{1});
+    fence_acq_rel_sys();
+  }
+  st_relaxed_sys(word, static_cast<uint64_t>(1 + args.rank));
+  if (args.rank == 0) return;
+  if (ld_relaxed_sys(word) == 0) st_weak(args.memory + 16, uint64_t{1});
+  st_release_sys(told, uint64_t{1});
+}
+
 // What a thread has stored it reads back, byte by byte, wherever the bytes are held.
 void own_stores(const Args& args) {
   if (thread_idx() != 0 || block_idx() != 0) return;
@@ -473,6 +497,7 @@ constexpr Kernel kKernels[] = {
     kernel<cumulativity>("cumulativity"),
     kernel<relay>("relay"),
     kernel<coherence>("coherence"),
+    kernel<racing_stores>("racing_stores"),
     kernel<own_stores>("own_stores"),
     kernel<atomics>("atomics"),
     kernel<arrival_order>("arrival_order"),

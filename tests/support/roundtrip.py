@@ -241,6 +241,7 @@ def call_in_steps(
     _wait(event)
     yield
     recv_x, recv_scales = parts_of(recv)
+    received = [_as_it_is(part) for part in (recv_x, recv_scales, recv_topk_idx, recv_weights)]
     require_described(case, handle, rank, recv_x)
     assert (event.event is not None) == bool(options.get("async_finish"))
     is_internode = isinstance(handle, deep_comm.InternodeHandle)
@@ -249,6 +250,7 @@ def call_in_steps(
         given.again, handle=tuple(handle) if is_internode else handle, config=config, **options
     )
     _wait(event)
+    cached_x = _as_it_is(parts_of(cached)[0])
     cached_bytes = bytes_since(before, buffer)
     assert nothing == [None, None, None, None]
     yield
@@ -263,14 +265,14 @@ def call_in_steps(
     yield
     per_node = arguments.get("num_tokens_per_rdma_rank")
     return Received(
-        recv_x=_to_host(recv_x),
-        recv_scales=_to_host_if(recv_scales),
-        recv_topk_idx=_to_host(recv_topk_idx),
-        recv_topk_weights=_to_host_if(recv_weights),
+        recv_x=_to_host(received[0]),
+        recv_scales=_to_host_if(received[1]),
+        recv_topk_idx=_to_host(received[2]),
+        recv_topk_weights=_to_host_if(received[3]),
         counts=list(counts),
         num_tokens_per_node=_to_host_if(per_node),
         handle={name: _to_host(getattr(handle, name)) for name in HANDLE_FIELDS[is_internode]},
-        cached_x=_to_host(parts_of(cached)[0]),
+        cached_x=_to_host(cached_x),
         cached_bytes=cached_bytes,
         combined_x=_to_host(combined_x),
         combined_weights=_to_host_if(combined_weights),
@@ -288,6 +290,13 @@ def _settle() -> None:
     """
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
+
+
+def _as_it_is(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """On the host target, after a call and before the next: a copy, which a peer whose kernel has
+    not ended cannot complete. A copy from a device would part the calls of a stream.
+    """
+    return tensor.clone() if tensor is not None and tensor.device.type == "cpu" else tensor
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,28 +1,32 @@
 """The pytest plugin of tools/mutate: runs suites on a simulated machine with one site weakened.
 
-It does as the JSON file named by MUTATE_JOB says:
+It does as the JSON file named by MUTATE_JOB says, beside other processes with the same job:
 
-* ``{"reach": true, "share": [index, count]}``: runs this share of the tests as they are and notes
-  which sites each of them reaches;
-* ``{"mutants": [...], "reach": {test: ...}}``: runs, for each mutant, the tests that reach its
-  site, in a child process each, until one fails.
+* ``{"reached": [test, ...]}``: runs all other tests as they are and notes which sites each of them
+  reaches;
+* ``{"mutants": [...]}``: runs, for each mutant, the tests that reach its site, in a child process
+  each, until one fails.
 
-Every result is a line of JSON in the file that the job names as ``results``.
+The processes take one item after the other (``queue``: a file with the number of the next) until
+the time ``end``. Every result is a line of JSON in the file that the job names as ``results``.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from _pytest.runner import runtestprotocol
 
 SEED_STEP = 1_000_003
+Item = TypeVar("Item")
 
 
 class Machines:
@@ -42,7 +46,7 @@ class Machines:
         def make(**options: Any) -> Any:
             self.has_faults = self.has_faults or bool(options.get("faults"))
             options["seed"] += self.seed_offset
-            machine = original(**{**options, "weak_loads": True, **self.options})
+            machine = original(**{**options, **self.options})
             self.made.append(machine)
             return machine
 
@@ -68,6 +72,18 @@ class Mutation:
         with self.results.open("a") as file:
             file.write(json.dumps(result) + "\n")
 
+    def take(self, items: Sequence[Item]) -> Iterator[Item]:
+        """Those that no other process of the job has taken."""
+        while time.time() < self.job["end"]:
+            with open(self.job["queue"], "r+") as queue:
+                fcntl.flock(queue, fcntl.LOCK_EX)
+                index = int(queue.read())
+                queue.seek(0)
+                queue.write(str(index + 1))
+            if index >= len(items):
+                return
+            yield items[index]
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.machines.install()
@@ -78,9 +94,9 @@ class Mutation:
         return True
 
     def note_reach(self, items: list[pytest.Item]) -> None:
-        index, count = self.job["share"]
+        reached = set(self.job["reached"])
         self.machines.options = {"note_sites": True}
-        for item in items[index::count]:
+        for item in self.take([item for item in items if item.nodeid not in reached]):
             self.machines.made.clear()
             self.machines.has_faults = False
             begin = time.monotonic()
@@ -94,7 +110,7 @@ class Mutation:
             )
 
     def run_mutants(self, items: dict[str, pytest.Item]) -> None:
-        for mutant in self.job["mutants"]:
+        for mutant in self.take(self.job["mutants"]):
             tests = [test for test in mutant["tests"] if test in items]
             read, write = os.pipe()
             begin = time.monotonic()
@@ -112,6 +128,8 @@ class Mutation:
                 answer = pipe.read()
             os.waitpid(child, 0)
             found = json.loads(answer) if answer else {"verdict": "found", "by": "crash"}
+            if not found:
+                return
             self.write(
                 site=mutant["site"],
                 how=mutant["how"],
@@ -121,15 +139,18 @@ class Mutation:
             )
 
     def run_mutant(self, mutant: dict[str, Any], items: list[pytest.Item]) -> dict[str, Any]:
+        """The verdict, or nothing if the job's time ended before."""
         sys.stdout.flush()
         weaken = f"{mutant['site']}:{mutant['how']}"
-        end = time.monotonic() + self.job["seconds_per_mutant"]
+        end = time.time() + self.job["seconds_per_mutant"]
         num_runs = 0
         for round_idx in range(self.job["rounds"]):
             self.machines.seed_offset = round_idx * SEED_STEP
             for item in items:
-                if time.monotonic() > end:
-                    return {"verdict": "survived", "by": f"{num_runs} tests, out of time"}
+                if time.time() > self.job["end"]:
+                    return {}
+                if time.time() > end:
+                    return {"verdict": "survived", "by": f"{num_runs} runs, out of time"}
                 self.machines.options = {"weaken": weaken}
                 failure = failure_of(item)
                 num_runs += 1
@@ -140,7 +161,7 @@ class Mutation:
                     continue  # these seeds do not suit that test
                 by = item.nodeid if round_idx == 0 else f"{item.nodeid} seeds +{round_idx}"
                 return {"verdict": "found", "by": by, "failure": failure}
-        return {"verdict": "survived", "by": f"{num_runs} tests"}
+        return {"verdict": "survived", "by": f"{num_runs} runs"}
 
 
 def pytest_configure(config: pytest.Config) -> None:

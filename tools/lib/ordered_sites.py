@@ -36,8 +36,9 @@ OPERATIONS = {
 }
 
 CALL = re.compile(r"\barch::(?P<op>[a-z_]+)(?:<[^>\n]*>)?\(")
-# // survives mutate (relaxed): the proof, which may go on in the next lines of the comment
-PROOF = re.compile(r"//\s*survives mutate \((?P<how>relaxed|narrow)\): (?P<proof>.*)")
+# // order-proof: the proof, which may go on in the next lines of the comment
+# // order-proof (narrow): of that weakening alone
+PROOF = re.compile(r"//\s*order-proof(?: \((?P<how>relaxed|narrow)\))?: (?P<proof>.*)")
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,25 @@ def sites_of(root: Path, source: Path) -> list[OrderedSite]:
             continue
         for match in CALL.finditer(code):
             if match["op"] in OPERATIONS:
-                sites.append(OrderedSite(name, number, match["op"], _proofs([*comment, line])))
+                sites.append(OrderedSite(name, number, match["op"], _proofs([*comment, line], match["op"])))
         # A statement may begin before the line of the call.
         if code.rstrip().endswith((";", "{", "}")):
             comment = []
     return sites
 
 
-def _proofs(comment: list[str]) -> dict[str, str]:
+def _proofs(comment: list[str], op: str) -> dict[str, str]:
     proofs: dict[str, str] = {}
-    how = ""
+    proven: tuple[str, ...] = ()  # by the lines that follow
     for line in comment:
+        text = line.partition("//")[2].strip()
         if match := PROOF.search(line):
-            how = match["how"]
-            proofs[how] = match["proof"].strip()
-        elif how and line.strip().startswith("//"):
-            proofs[how] += " " + line.strip().removeprefix("//").strip()
+            proven = (match["how"],) if match["how"] else OPERATIONS[op]
+            text = match["proof"].strip()
+        elif not text:
+            proven = ()
+        for how in proven:
+            proofs[how] = f"{proofs.get(how, '')} {text}".strip()
     return proofs
 
 

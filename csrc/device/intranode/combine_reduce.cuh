@@ -41,7 +41,7 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
     if (lane == 0) rows[num_rows] = args.bias[bias] + offset;
     ++num_rows;
   }
-  arch::sync_warp();  // the rows' addresses before any lane follows them
+  arch::sync_warp();  // the rows' addresses, and each lane's acquire, before any lane follows them
   reduce_rows<kDtype>(args.combined_x + offset, rows, num_rows, args.message.row_bytes / 16);
   const int own_position =
       (present >> rank & 1u) != 0 ? arch::popc(present & ((1u << rank) - 1)) : -1;

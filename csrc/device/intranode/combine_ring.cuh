@@ -84,7 +84,6 @@ class RingReducer {
     if (arch::lane_idx() == rank && own_row_ + head >= args_.num_rows) head = -1;
     bool ok = true;
     if (is_peer_ && head >= 0) ok = ring_.await_filled(head, Stage::kReduce);
-    arch::sync_warp();  // hands each lane's acquire to the whole warp
     if (!arch::all(kFullMask, ok)) return false;
     const int64_t own_row = own_row_ + arch::shfl(kFullMask, head, rank);
     const uint8_t* row = nullptr;
@@ -119,6 +118,7 @@ DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, C
     arch::sync_warp();  // every lane has read its part of the slots
     ++num_done;
     // pairs with: return_credits — the reads of this token's slots
+    // order-proof: orders reads alone, which the simulation never performs late
     if (arch::lane_idx() == 0) arch::st_release_cta(&entry->num_done[warp], num_done);
   }
 }
@@ -152,7 +152,9 @@ DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, C
             {Stage::kRetire, Word::kProgress, args.world.rank, channel}, wanted,
             [=](uint32_t value) { return value >= wanted; }, &num_done);
       }
-      arch::sync_warp();  // hands the leader's acquire to the lanes that report
+      // Hands the leader's acquire to the lanes that report.
+      // order-proof: orders reads of slots alone, which the simulation never performs late
+      arch::sync_warp();
       ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
       if (!ok || !is_peer) continue;
       if (heads[idx] >= 0) num_read = heads[idx] + 1;

@@ -80,6 +80,9 @@ class TokenWatch {
       entry->window.chunk_rows[peer] =
           ChunkedRows::of(args, num_rows_between(args, rank, peer)).chunk_rows;
     }
+    // The window, before look_up reads it.
+    // order-proof: plain shared memory, of which the simulation sees the execution alone, and the
+    // votes of refill order that, too
     arch::sync_warp();
   }
 
@@ -154,8 +157,9 @@ class TokenWatch {
   DC_DEVICE bool wants_token() const {
     return token_ < 0 && !is_exhausted_ && arch::lane_idx() < args_.num_window_slots;
   }
-  // pairs with: add_ready — the warps of the team have read the slot
   DC_DEVICE bool is_free() {
+    // pairs with: add_ready — the warps of the team have read the slot
+    // order-proof: orders reads alone, which the simulation never performs late
     num_using_ = arch::ld_acquire_cta(&entry_->num_using[arch::lane_idx()]);
     return num_using_ == 0 || arch::fault(Fault::kSkipCredit);
   }
@@ -173,9 +177,7 @@ class TokenWatch {
     const uint32_t wanting = arch::ballot(kFullMask, wants_token());
     speaker_ = arch::ffs(pending != 0 ? pending : wanting) - 1;
     const WatchContext watch_context{args_.world, *this};
-    const bool ok = await_watch(watch_context, *this, {}, 0, pending != 0 ? 1 : 4);
-    arch::sync_warp();  // hands each lane's acquire to the whole warp
-    return ok;
+    return await_watch(watch_context, *this, {}, 0, pending != 0 ? 1 : 4);
   }
 
   // Fills free slots with tokens. The first tokens of a block are fixed by its number.
@@ -330,8 +332,9 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
       add_weights(args, slot.rows, slot.num_received, slot.own_position, slot.own_row, slot.token);
     }
     arch::sync_warp();  // all lanes have read the slot
-    // pairs with: TokenWatch::is_free — the reads of the slot
     if (arch::lane_idx() == 0) {
+      // pairs with: TokenWatch::is_free — the reads of the slot
+      // order-proof: orders reads alone, which the simulation never performs late
       arch::atomic_add_acq_rel_cta(&entry->num_using[slot_idx], 0xffffffffu);
     }
   }

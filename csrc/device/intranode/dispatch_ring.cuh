@@ -225,6 +225,8 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
       if (arch::lane_idx() == 0) progress.report(word, num_reported);
     }
   }
+  // Every lane has read its part of the slots.
+  // order-proof: orders reads alone, which the simulation never performs late
   arch::sync_warp();
   return num_rows;
 }

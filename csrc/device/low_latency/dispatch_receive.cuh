@@ -73,6 +73,8 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
   }
   *participants = present & active;
   // pairs with: the await above — the announcements and counts that this block has seen
+  // order-proof: what it passes on are relaxed reads, so that no block reads an older word; the
+  // simulation does not pass those on
   if (arch::thread_idx() == 0)
     arch::st_release_gpu(word, Tagged::pack(context.generation, *participants));
   return true;
@@ -235,6 +237,9 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     ok = await_announcements(context, buffer, memory, sources, args.signature, wait_stats);
     // Not after a failure: the host then waits for the error record.
     const bool has_failed = arch::any(kFullMask, !ok);
+    // The numbers of tokens.
+    // order-proof: plain shared memory, of which the simulation sees the execution alone, and the
+    // vote orders that, too
     arch::sync_warp();
     if (is_writing && !has_failed) {
       report_num_tokens(args, memory.header->num_tokens, world.num_ranks);
@@ -249,7 +254,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   const int num_tokens = is_source ? memory.header->num_tokens[arch::lane_idx()] : args.num_tokens;
   bool has_looked = arch::all(kFullMask, num_tokens == args.num_tokens);
   if (!has_looked) {
-    arch::sync_block();  // all threads have used the forecast
+    // Since the barrier above nobody uses the forecast.
     if (warp == 0) {
       const int source = is_source ? peer_at(world, memory.rotation, arch::lane_idx()) : 0;
       TaskNumbering::make(world, args.shape, memory.rotation, memory.header->num_tokens[source])

@@ -92,6 +92,8 @@ DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDi
   if (warp == 0) {
     for (int word = lane; word < num_words; word += kWarpSize) {
       // pairs with: the await above — the announcements and counts that this block has seen
+      // order-proof: what it passes on are relaxed reads, so that no block reads an older word; the
+      // simulation does not pass those on
       arch::st_release_gpu(words + word, Tagged::pack(context.generation, memory.sources[word]));
     }
   }
@@ -250,7 +252,8 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
   if (!TakenRoutes::take(context, layout, buffer.own<uint8_t>(buffer.slot(source, slot)), source,
                          &taken)) {
     forget_row(args, memory, slot_idx);
-    return is_given_up(context, source);
+    // Only a lane whose wait has failed must see why.
+    return arch::any(kFullMask, is_given_up(context, source));
   }
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     const int expert = Route::unpack(taken.routes[part]).local_expert;

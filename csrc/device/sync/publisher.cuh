@@ -53,7 +53,8 @@ DC_DEVICE void publish_progress(const Context& context, Progress& progress,
     bool is_finished = true;
     uint32_t num_rows = published.num_words == 0 ? 0 : Progress::kFinished - 1;
     for (int idx = 0; idx < published.num_words; ++idx) {
-      const uint32_t word = arch::ld_acquire_cta(&progress.words[published.first_word + idx]);
+      // Relaxed: with the fence below an acquire.
+      const uint32_t word = arch::ld_relaxed_cta(&progress.words[published.first_word + idx]);
       is_finished = is_finished && (word & Progress::kFinished) != 0;
       num_rows = min_of(num_rows, word & ~Progress::kFinished);
     }

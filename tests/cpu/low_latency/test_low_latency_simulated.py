@@ -69,7 +69,8 @@ def test_simulation_finds_a_half_that_is_used_too_early() -> None:
 
 
 def test_dispatches_without_combines_pass_without_a_fault() -> None:
-    for seed in range(20):
+    # Without the credit's acquire seeds 37 and 42 fail.
+    for seed in range(60):
         found = found_in_dispatches(TWO_IN_FLIGHT, seed, ())
         assert found is None, f"seed {seed}: {found}"
 

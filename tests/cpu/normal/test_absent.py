@@ -167,6 +167,23 @@ def test_a_rank_that_waits_learns_that_it_is_left_out() -> None:
     local.run(main, 3, timeout_s=30)
 
 
+def test_a_rank_that_waits_learns_it_under_every_schedule() -> None:
+    """What it sees of the others, that they have ended its waits, comes with the reason."""
+
+    def main(group: simulate.SimulatedGroup) -> None:
+        with open_buffer(group, EIGHT, 30.0, device="cpu") as buffer:
+            if buffer.rank == 1:
+                with pytest.raises(MaskedOut):
+                    dispatch_some(buffer)
+            else:
+                buffer.reset(without=[1])
+                dispatch_some(buffer)
+            group.barrier()
+
+    for seed in range(40):
+        simulate.run(main, 2, seed, timeout_s=60)
+
+
 # ---- who comes to a reset, and what they say ----------------------------------------------------
 
 

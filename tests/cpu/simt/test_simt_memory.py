@@ -269,6 +269,13 @@ def test_stores_to_one_address_keep_their_order_for_everybody(seed: int) -> None
     assert run.check().memory[16] == 0
 
 
+def test_a_store_that_loses_a_race_is_still_seen_by_its_thread_and_carries_what_is_before_it() -> None:
+    """PTX: Coherence, and Causality Order of the readers."""
+    for seed in range(400):
+        run = simulate("racing_stores", num_ranks=3, seed=seed, shape=Shape(1, 32, 0))
+        assert run.check().memory[16:22:2].tolist() == [0, 0, 0], seed
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_thread_reads_its_own_stores_byte_by_byte(seed: int) -> None:
     assert simulate("own_stores", seed=seed).check().memory[0] == 0

@@ -13,10 +13,12 @@ KERNEL = """
 DC_DEVICE void publish(uint64_t* word) {
   arch::sync_warp();  // arch::fence_acq_rel_sys() is not a call here
   // pairs with: await
-  // survives mutate (narrow): all readers are of this GPU,
+  // order-proof (narrow): all readers are of this GPU,
   // see README.md
   arch::st_release_sys(word,
                        arch::ld_acquire_gpu(word));
+  // the bytes have landed
+  // order-proof: nobody reads them
   arch::bulk_wait<0>();
   arch::st_relaxed_sys(word, 1);
 }
@@ -32,10 +34,12 @@ def test_sites_are_the_calls_that_order_something(tmp_path: Path) -> None:
         "device/sync/publish.cuh:3:sync_warp",
         "device/sync/publish.cuh:7:st_release_sys",
         "device/sync/publish.cuh:8:ld_acquire_gpu",
-        "device/sync/publish.cuh:9:bulk_wait",
+        "device/sync/publish.cuh:11:bulk_wait",
     ]
     proof = {"narrow": "all readers are of this GPU, see README.md"}
-    assert [site.proofs for site in sites] == [{}, proof, proof, {}]
+    assert [site.proofs for site in sites] == [
+        {}, proof, proof, {"relaxed": "nobody reads them"}
+    ]
 
 
 def test_every_ordered_primitive_can_be_weakened() -> None:
