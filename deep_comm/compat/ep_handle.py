@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_comm.compat import expand
-from deep_comm.errors import HandleMismatch
+from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.handle import Expansion, Handle, InternodeHandle
 
 AnyHandle = Handle | InternodeHandle
@@ -30,11 +30,10 @@ class EPHandle:
         num_expanded_tokens: rows grouped by expert, padding included; likewise.
         num_recv_tokens_per_expert_list: L aligned counts; [] without CPU sync.
         num_unaligned_recv_tokens_per_expert: int32 [L].
-        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None: of another
-            protocol.
+        token_metadata_at_forward, channel_linked_list: None: of another protocol.
     """
 
-    dst_buffer_slot_idx = token_metadata_at_forward = channel_linked_list = None
+    token_metadata_at_forward = channel_linked_list = None
     cached_recv_src_metadata_before_sort = None
 
     def __init__(
@@ -129,12 +128,12 @@ class EPHandle:
         """The handle for rows that come once."""
         if self._native.expansion is None:
             return self._native
-        return self._with_expansion(None)
+        return self._with_expansion(None, self.num_recv_tokens)
 
-    def _with_expansion(self, expansion: Expansion | None) -> AnyHandle:
-        """Of as many received rows as there may be: without CPU sync an expanded dispatch sizes
-        everything for expanded rows."""
-        native, num_rows = self._native, self.num_recv_tokens
+    def _with_expansion(self, expansion: Expansion | None, num_rows: int) -> AnyHandle:
+        """Of ``num_rows`` received rows: without CPU sync an expanded dispatch sizes everything for
+        expanded rows."""
+        native = self._native
         assert native.recv_src_idx is not None
         tokens = native.recv_src_idx[:num_rows]
         if isinstance(native, Handle):
@@ -157,8 +156,9 @@ class EPHandle:
         """The handle for a combine of ``num_rows`` rows that lie as recv_src_metadata says now."""
         expansion = self._expansion
         assert expansion is not None
+        slots = self.slots.contiguous()
         return self._with_expansion(
-            dataclasses.replace(expansion, recv_rows=self.slots.contiguous(), num_rows=num_rows)
+            dataclasses.replace(expansion, recv_rows=slots, num_rows=num_rows), slots.shape[0]
         )
 
     @property
@@ -256,10 +256,36 @@ class EPHandle:
         for each selection its expanded row, or -1. Rows that did not arrive hold -1.
 
         Expanded combine reads the last K columns: callers that have summed rows themselves may
-        rewrite them in place.
+        rewrite them in place. The whole may be set as well, with as many rows as arrived or more.
         """
         self._is_metadata_lent = True
         return self._field(_METADATA, self._metadata)
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, metadata: Tensor) -> None:
+        num_columns = self.topk_idx.shape[1] + 2
+        if metadata.dtype != torch.int32 or metadata.shape[1:] != (num_columns,):
+            raise ArgumentError(
+                "recv_src_metadata", f"{metadata.dtype} {list(metadata.shape)}",
+                f"must be int32 of shape [rows, {num_columns}]",
+            )  # fmt: skip
+        self._is_metadata_lent = True
+        self._fields[_METADATA] = metadata
+
+    @property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        """int32 [T, K]: this rank * num_max_tokens_per_rank + the token's place among those sent to
+        the selection's rank; at the last of its selections there, else -1.
+
+        Computed at each access.
+        """
+        native = self._native
+        owners = expand.owners(self.topk_idx, self.num_experts, native.num_ranks)
+        places = native.is_token_in_rank.cumsum(0) - 1
+        is_same = owners.unsqueeze(2) == owners.unsqueeze(1)
+        is_last = ~is_same.triu(1).any(dim=2)
+        slots = self._rank * self.num_max_tokens_per_rank + places.gather(1, owners.clamp(min=0))
+        return torch.where(is_last & (owners >= 0), slots, -1).to(torch.int32)
 
     def _metadata(self) -> Tensor:
         slots = self._slots()

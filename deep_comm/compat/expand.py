@@ -18,6 +18,17 @@ def aligned(counts: Tensor, alignment: int) -> Tensor:
     return (counts + (alignment - 1)) // alignment * alignment
 
 
+def owners(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """int64 [T, K]: rank of each selected expert, or -1."""
+    num_least, num_larger = divmod(num_experts, num_ranks)  # ranks with one expert more come first
+    experts = topk_idx.to(torch.int64)
+    among_rest = num_larger + (experts - num_larger * (num_least + 1)) // max(num_least, 1)
+    owners = torch.where(
+        experts < num_larger * (num_least + 1), experts // (num_least + 1), among_rest
+    )
+    return torch.where((experts >= 0) & (experts < num_experts), owners, -1)
+
+
 def slots(recv_topk_idx: Tensor, counts: Tensor, alignment: int) -> Tensor:
     """int32 [N, K]: expanded row of each selection, or -1 where its expert is elsewhere.
 
