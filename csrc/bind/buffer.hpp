@@ -66,7 +66,8 @@ struct BoundBuffer : std::enable_shared_from_this<BoundBuffer> {
   // ---- calls
   pybind11::object get_dispatch_layout(const Arguments<5>& given);
   pybind11::object dispatch(const Arguments<23>& given);
-  pybind11::object combine(const Arguments<10>& given);
+  pybind11::object combine(const Arguments<11>& given);
+  pybind11::object barrier(const Arguments<0>& given);
 
   // ---- results
   // EventOverlap of a call; null: of a synchronous one.

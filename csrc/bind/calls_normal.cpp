@@ -11,6 +11,7 @@
 #include "bind/buffer.hpp"
 #include "bind/errors.hpp"
 #include "bind/handle.hpp"
+#include "host/calls/barrier.hpp"
 #include "host/calls/combine.hpp"
 #include "host/calls/dispatch.hpp"
 
@@ -113,10 +114,10 @@ py::object BoundBuffer::dispatch(const Arguments<23>& given) {
 }
 
 // (x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream,
-//  apply_weights, fallback) -> (combined_x, combined_topk_weights, event)
-py::object BoundBuffer::combine(const Arguments<10>& given) {
+//  apply_weights, topk_idx, fallback) -> (combined_x, combined_topk_weights, event)
+py::object BoundBuffer::combine(const Arguments<11>& given) {
   const auto [x, handle, topk_weights, bias, config, event, async_finish, on_comm, apply_weights,
-              fallback] = given;
+              topk_idx, fallback] = given;
   CombineRequest request;
   request.x = reader.read(x);
   request.handle = read_handle(*this, handle);
@@ -124,6 +125,7 @@ py::object BoundBuffer::combine(const Arguments<10>& given) {
   request.num_bias_items = num_items_of(bias);
   read_pair(reader, bias, request.num_bias_items, &request.bias[0], &request.bias[1]);
   request.apply_weights = read_flag(apply_weights);
+  request.topk_idx = reader.read(topk_idx);
   request.config = read_config(config, fallback);
   request.streams = read_streams(event, async_finish, on_comm);
   CombineResult result = deep_comm::combine(context, request);
@@ -132,9 +134,15 @@ py::object BoundBuffer::combine(const Arguments<10>& given) {
                         overlap_of(std::move(result.event)));
 }
 
+py::object BoundBuffer::barrier(const Arguments<0>&) {
+  deep_comm::barrier(context);
+  return py::none();
+}
+
 void bind_normal_calls(py::module_& m, BufferClass& buffer) {
   def_call<&BoundBuffer::dispatch>(buffer, "dispatch");
   def_call<&BoundBuffer::combine>(buffer, "combine");
+  def_call<&BoundBuffer::barrier>(buffer, "barrier");
   buffer
       .def_property_readonly(
           "has_pending", [](const BoundBuffer& self) { return self.context.pending != nullptr; })

@@ -30,7 +30,8 @@ struct KernelList {
 };
 
 using RailKernelList =
-    KernelList<InternodeNotifyKernel, InternodeDispatchKernel<false>, InternodeDispatchKernel<true>,
+    KernelList<InternodeNotifyKernel, InternodeBarrierKernel, InternodeDispatchKernel<false>,
+               InternodeDispatchKernel<true>,
                InternodeCombineKernel<Dtype::kBfloat16>, InternodeCombineKernel<Dtype::kFloat16>,
                InternodeCombineKernel<Dtype::kFloat32>,
                LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_comm.buffer import Buffer
 from deep_comm.compat import expand
 from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.handle import Expansion, Handle, InternodeHandle
@@ -62,6 +63,8 @@ class EPHandle:
         self._made_by_dispatch = recv_topk_idx
         self._fields: dict[str, Tensor] = {}
         self._is_metadata_lent = False
+        self._is_counted = counts is not None
+        self._routes: dict[bool, AnyHandle] = {}
         self.topk_idx = topk_idx
         self.do_expand = do_expand
         self.num_experts = num_experts
@@ -128,12 +131,12 @@ class EPHandle:
         """The handle for rows that come once."""
         if self._native.expansion is None:
             return self._native
-        return self._with_expansion(None, self.num_recv_tokens)
+        return self._with_expansion(None)
 
-    def _with_expansion(self, expansion: Expansion | None, num_rows: int) -> AnyHandle:
-        """Of ``num_rows`` received rows: without CPU sync an expanded dispatch sizes everything for
-        expanded rows."""
-        native = self._native
+    def _with_expansion(self, expansion: Expansion | None) -> AnyHandle:
+        """Of as many received rows as there may be: without CPU sync an expanded dispatch sizes
+        everything for expanded rows."""
+        native, num_rows = self._native, self.num_recv_tokens
         assert native.recv_src_idx is not None
         tokens = native.recv_src_idx[:num_rows]
         if isinstance(native, Handle):
@@ -156,10 +159,31 @@ class EPHandle:
         """The handle for a combine of ``num_rows`` rows that lie as recv_src_metadata says now."""
         expansion = self._expansion
         assert expansion is not None
-        slots = self.slots.contiguous()
         return self._with_expansion(
-            dataclasses.replace(expansion, recv_rows=slots, num_rows=num_rows), slots.shape[0]
+            dataclasses.replace(expansion, recv_rows=self.slots.contiguous(), num_rows=num_rows)
         )
+
+    def route(self, buffer: Buffer, by_selection: bool, is_capturing: bool) -> AnyHandle:
+        """Of T * K tokens of one selection each, as which rows travel that are summed nowhere
+        before they are home: all selections, or the last one at each rank. Collective, once."""
+        found = self._routes.get(by_selection)
+        if found is None:
+            topk_idx = self.topk_idx
+            if not by_selection:
+                owners = expand.owners(topk_idx, self.num_experts, self._native.num_ranks)
+                topk_idx = torch.where(expand.is_last_at_owner(owners), topk_idx, -1)
+            num_rows = self.num_expanded_tokens if by_selection else self.num_recv_tokens
+            # Rows of one vector: only the way that they go is wanted.
+            x = torch.zeros(topk_idx.numel(), 8, dtype=torch.bfloat16, device=topk_idx.device)
+            _, _, _, _, found, _ = buffer.dispatch(
+                x,
+                topk_idx=topk_idx.reshape(-1, 1),
+                num_experts=self.num_experts,
+                num_worst_tokens=0 if self._is_counted and not is_capturing else num_rows,
+            )
+            assert found is not None
+            self._routes[by_selection] = found
+        return found
 
     @property
     def recv_topk_idx(self) -> Tensor:
@@ -191,8 +215,12 @@ class EPHandle:
 
     @property
     def slots(self) -> Tensor:
-        """int32 [N, K], of recv_src_metadata as it is now."""
-        return self._field(_METADATA, self._metadata)[:, 2:]
+        """int32 [N, K], of recv_src_metadata as it is now; -1 past its end."""
+        slots = self._field(_METADATA, self._metadata)[:, 2:]
+        num_missing = self.num_recv_tokens - slots.shape[0]
+        if num_missing == 0:
+            return slots
+        return torch.nn.functional.pad(slots, (0, 0, 0, num_missing), value=-1)
 
     def materialise(self) -> list[Tensor]:
         """Makes the fields now, for a CUDA graph to hold; returns them."""
@@ -205,6 +233,7 @@ class EPHandle:
         parts = () if expansion is None else expansion.tensors
         found = [*self._native, *parts, self._made_by_dispatch, self.topk_idx]
         found.append(self.num_unaligned_recv_tokens_per_expert)
+        found += [tensor for route in self._routes.values() for tensor in route]
         return [*found, *self._fields.values()]
 
     # ---- fields --------------------------------------------------------------------------------
@@ -282,10 +311,8 @@ class EPHandle:
         native = self._native
         owners = expand.owners(self.topk_idx, self.num_experts, native.num_ranks)
         places = native.is_token_in_rank.cumsum(0) - 1
-        is_same = owners.unsqueeze(2) == owners.unsqueeze(1)
-        is_last = ~is_same.triu(1).any(dim=2)
         slots = self._rank * self.num_max_tokens_per_rank + places.gather(1, owners.clamp(min=0))
-        return torch.where(is_last & (owners >= 0), slots, -1).to(torch.int32)
+        return torch.where(expand.is_last_at_owner(owners), slots, -1).to(torch.int32)
 
     def _metadata(self) -> Tensor:
         slots = self._slots()
