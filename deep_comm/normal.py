@@ -222,8 +222,8 @@ class NormalCalls:
                 Either way each rank first adds a token's rows there, in float32, selections
                 ascending, products rounded before they are added, the sum rounded to the dtype of x
                 once; that row travels, and the sum over ranks is as above.
-            topk_idx: int32 or int64 [T, K], of the dispatch: the ranks are added in the order of the
-                token's last selection there instead of ascending (between nodes: the nodes).
+            topk_idx: int32 or int64 [T, K], of the dispatch: ranks are added in the order of the
+                token's last selections there instead of ascending (between nodes: the nodes).
             config: of as many SMs as the dispatch had. Default: as many, and for few rows more
                 where nobody has named a number (docs/guide/sms.md).
             previous_event, async_finish, allocate_on_comm_stream: as of dispatch.

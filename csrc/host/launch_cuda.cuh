@@ -26,11 +26,11 @@ void check(cudaError_t status, const char* what) {
 namespace kernels {
 
 // One block per SM: the kernels size their shared memory for a whole SM.
-#define DC_LAUNCHED_AS(NAME)                                      \
-  template <class KernelType>                                     \
-  __global__ void __launch_bounds__(KernelType::kMaxThreads, 1)   \
+#define DC_LAUNCHED_AS(NAME)                                         \
+  template <class KernelType>                                        \
+  __global__ void __launch_bounds__(KernelType::kMaxThreads, 1)      \
       NAME(const __grid_constant__ typename KernelType::Args args) { \
-    KernelType::run(args);                                        \
+    KernelType::run(args);                                           \
   }
 DC_LAUNCHED_AS(layout)
 DC_LAUNCHED_AS(notify)
@@ -98,7 +98,8 @@ DriverLaunch find_driver_launch() {
 template <class KernelType>
 CUfunction find_driver_kernel() {
   cudaKernel_t kernel = nullptr;
-  if (cudaGetKernel(&kernel, reinterpret_cast<const void*>(entry_of<KernelType>())) == cudaSuccess) {
+  if (cudaGetKernel(&kernel, reinterpret_cast<const void*>(entry_of<KernelType>())) ==
+      cudaSuccess) {
     return reinterpret_cast<CUfunction>(kernel);
   }
   cudaGetLastError();

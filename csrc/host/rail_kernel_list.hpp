@@ -31,9 +31,8 @@ struct KernelList {
 
 using RailKernelList =
     KernelList<InternodeNotifyKernel, InternodeBarrierKernel, InternodeDispatchKernel<false>,
-               InternodeDispatchKernel<true>,
-               InternodeCombineKernel<Dtype::kBfloat16>, InternodeCombineKernel<Dtype::kFloat16>,
-               InternodeCombineKernel<Dtype::kFloat32>,
+               InternodeDispatchKernel<true>, InternodeCombineKernel<Dtype::kBfloat16>,
+               InternodeCombineKernel<Dtype::kFloat16>, InternodeCombineKernel<Dtype::kFloat32>,
                LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>,
                LowLatencyRailDispatchKernel<PayloadFormat::kFp8>,
                LowLatencyRailDispatchKernel<PayloadFormat::kNvFp4>,

@@ -111,14 +111,17 @@ class _TorchGroup:
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
         tokens = [empty(1, dtype=uint8) for _ in range(len(peers) + 1)]
         end = time.monotonic() + timeout_s
-        sends, receives, absent = [], [], []
+        receives: list[Any] = []
+        sends, absent = [], []
         options = {"group": self._group, "tag": _TAG}
         try:
             for peer, token in zip(peers, tokens, strict=False):
                 sends.append(distributed.isend(tokens[-1], group_dst=peer, **options))
                 receives.append(distributed.irecv(token, group_src=peer, **options))
         except RuntimeError as error:
-            raise PeerLost(f"a rank was lost before it came to build its Buffer: {error}") from error
+            raise PeerLost(
+                f"a rank was lost before it came to build its Buffer: {error}"
+            ) from error
         # gloo cancels a send that nobody holds.
         _kept.append([tokens, sends])
         for peer, work in zip(peers, receives, strict=True):

@@ -44,19 +44,20 @@ enum class RailField : int {
   kNumTokens,       // not compared: the maximum over the ranks goes to the host
   kCount
 };
-inline constexpr const char* kRailFieldNames[] = {"num_experts",
-                                                  "num_topk",
-                                                  "row_bytes (hidden size of x times the size of its elements)",
-                                                  "scale_row_bytes (scales of a row times their size)",
-                                                  "num_channels (config.num_sms / 2)",
-                                                  "config.num_max_nvl_chunked_send_tokens",
-                                                  "config.num_max_nvl_chunked_recv_tokens",
-                                                  "config.num_max_rdma_chunked_send_tokens",
-                                                  "config.num_max_rdma_chunked_recv_tokens",
-                                                  "use_fp8 + round_scale + use_ue8m0",
-                                                  "topk_weights",
-                                                  "topk_idx",
-                                                  "num_tokens"};
+inline constexpr const char* kRailFieldNames[] = {
+    "num_experts",
+    "num_topk",
+    "row_bytes (hidden size of x times the size of its elements)",
+    "scale_row_bytes (scales of a row times their size)",
+    "num_channels (config.num_sms / 2)",
+    "config.num_max_nvl_chunked_send_tokens",
+    "config.num_max_nvl_chunked_recv_tokens",
+    "config.num_max_rdma_chunked_send_tokens",
+    "config.num_max_rdma_chunked_recv_tokens",
+    "use_fp8 + round_scale + use_ue8m0",
+    "topk_weights",
+    "topk_idx",
+    "num_tokens"};
 static_assert(sizeof(kRailFieldNames) / sizeof(char*) == static_cast<size_t>(RailField::kCount));
 static_assert(static_cast<int>(RailField::kCount) <= kNumRailHeaderFields);
 

@@ -93,7 +93,7 @@ struct RowList {
   int num_local = 0;     // of this node
   int own = -1;          // index in `rows` of the row that lies in x
   int64_t own_row = 0;
-  int first_sum = 0;    // of the other nodes
+  int first_sum = 0;  // of the other nodes
   int num_rows = 0;
   int own_sum_at = -1;  // this node's sum comes before row own_sum_at; -1: there is none
 

@@ -51,20 +51,21 @@ enum class HeaderField : int {
   kBadExpertIndex,  // this rank's routing had an index out of range
   kCount
 };
-inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
-                                                    "num_topk",
-                                                    "row_bytes (hidden size of x times the size of its elements)",
-                                                    "scale_row_bytes (scales of a row times their size)",
-                                                    "num_channels (config.num_sms)",
-                                                    "config.num_max_nvl_chunked_send_tokens",
-                                                    "config.num_max_nvl_chunked_recv_tokens",
-                                                    "expert_alignment with expand (0: without)",
-                                                    "topk_weights",
-                                                    "num_tokens",
-                                                    "output_line",
-                                                    "src_line",
-                                                    "output_rows",
-                                                    "topk_idx"};
+inline constexpr const char* kHeaderFieldNames[] = {
+    "num_experts",
+    "num_topk",
+    "row_bytes (hidden size of x times the size of its elements)",
+    "scale_row_bytes (scales of a row times their size)",
+    "num_channels (config.num_sms)",
+    "config.num_max_nvl_chunked_send_tokens",
+    "config.num_max_nvl_chunked_recv_tokens",
+    "expert_alignment with expand (0: without)",
+    "topk_weights",
+    "num_tokens",
+    "output_line",
+    "src_line",
+    "output_rows",
+    "topk_idx"};
 static_assert(sizeof(kHeaderFieldNames) / sizeof(char*) ==
               static_cast<size_t>(HeaderField::kCount));
 static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);

@@ -48,7 +48,8 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
   arch::sync_warp();  // the rows' addresses before any lane follows them
   reduce_rows<kDtype>(args.combined_x + static_cast<int64_t>(token) * args.message.row_bytes, rows,
                       num_biases + num_received, args.message.row_bytes / 16);
-  const int own_position = (present >> rank & 1u) != 0 ? positions >> (4 * rank) & 15u : -1;
+  const bool has_own = (present >> rank & 1u) != 0;
+  const int own_position = has_own ? static_cast<int>(positions >> (4 * rank) & 15u) : -1;
   add_weights(args, rows + num_biases, num_received, own_position, own_row, token);
 }
 

@@ -15,12 +15,13 @@ namespace deep_comm {
 DC_DEVICE void report_bad_expert(const World& world, Kernel kernel, const TopkIdx& topk,
                                  int64_t position, int expert) {
   arch::st_relaxed_gpu(&world.state()->bad_expert_index, 1u);
-  report_error(Context{world, kernel, 0}, {ErrorKind::kExpertIndex,
-                                           {Stage::kCheckArguments, Word::kTopkIdx, world.rank, topk.num_topk},
-                                           static_cast<uint64_t>(static_cast<int64_t>(expert)),
-                                           static_cast<uint64_t>(topk.num_experts),
-                                           0,
-                                           position});
+  report_error(Context{world, kernel, 0},
+               {ErrorKind::kExpertIndex,
+                {Stage::kCheckArguments, Word::kTopkIdx, world.rank, topk.num_topk},
+                static_cast<uint64_t>(static_cast<int64_t>(expert)),
+                static_cast<uint64_t>(topk.num_experts),
+                0,
+                position});
 }
 
 // One thread, one token: returns the mask of its ranks, and counts every top-k entry in

@@ -166,12 +166,10 @@ CheckedCombine check_combine(const CallContext& context, const CombineRequest& r
   if (topk_idx.is_given()) {
     require_tensor("topk_idx", topk_idx, {{handle.num_tokens, -1}, {kInt64, kInt32}}, device);
     if (handle.num_experts == 0) refuse_handle("num_experts = 0", "must know it, for topk_idx");
-    checked.order =
-        SumOrder::of({reinterpret_cast<const void*>(memory.non_null(topk_idx.address)),
-                      topk_idx.type.num_bytes, static_cast<int>(topk_idx.shape[1]),
-                      handle.num_experts},
-                     context.group.num_ranks,
-                     context.group.is_internode() ? context.group.ranks_per_node : 1);
+    checked.order = SumOrder::of(
+        {reinterpret_cast<const void*>(memory.non_null(topk_idx.address)), topk_idx.type.num_bytes,
+         static_cast<int>(topk_idx.shape[1]), handle.num_experts},
+        context.group.num_ranks, context.group.is_internode() ? context.group.ranks_per_node : 1);
   }
   return checked;
 }

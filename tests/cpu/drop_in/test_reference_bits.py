@@ -1,5 +1,5 @@
-"""Combined rows have the bits of each release's reference: V1's and V2's orders of sums, written out
-token by token, on rows whose sums show the order.
+"""Combined rows have the bits of each release's reference: V1's and V2's orders of sums, written
+out token by token, on rows whose sums show the order.
 """
 
 from __future__ import annotations
@@ -142,7 +142,13 @@ def elastic(group: Any, case: BitsCase) -> Tensor:
 
 ONE_TIER = [
     BitsCase(ranks, num_biases=biases, expand=expand, multiple=multiple, sync=sync)
-    for ranks, biases, sync in ((1, 1, True), (2, 2, True), (3, 0, True), (4, 1, False), (8, 2, True))
+    for ranks, biases, sync in (
+        (1, 1, True),
+        (2, 2, True),
+        (3, 0, True),
+        (4, 1, False),
+        (8, 2, True),
+    )
     for expand, multiple in ((False, True), (True, True), (True, False), (False, False))
 ]
 TWO_TIERS = [

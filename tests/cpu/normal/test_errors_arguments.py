@@ -215,7 +215,11 @@ COMBINE_CASES = {
         "handle",
         "6 received rows",
     ),
-    "weights of other rows": ({"topk_weights": torch.zeros(T + 1, K)}, "topk_weights", "[6, top-k]"),
+    "weights of other rows": (
+        {"topk_weights": torch.zeros(T + 1, K)},
+        "topk_weights",
+        "[6, top-k]",
+    ),
     "weights of float16": (
         {"topk_weights": torch.zeros(T, K, dtype=torch.float16)},
         "topk_weights",

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from free_port import free_port
-from rival.files import V2, files_of
-from rival.parts import Part
 
 from deep_comm.compat.installer import NAME, SITE
+from rival.files import V2, files_of
+from rival.parts import Part
 
 _ON_HOST = Path(__file__).resolve().parent / "on_host"
 _SUPPORT = _ON_HOST.parents[1]
