@@ -25,6 +25,7 @@ class ErrorRecord:
     expected: int
     waited_ns: int
     index: int  # expert_index: position in topk_idx, -1 if a peer's; else -1
+    peer_kernel: str  # word "operation": what the peer has entered; "": not known
 
 class Engine:
     """The native half of a Buffer: workspace, generations, launches. One per (Buffer, rank)."""
@@ -215,6 +216,7 @@ class BufferCalls:
     get_dispatch_layout: Callable[..., Any]
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]
+    barrier: Callable[[], None]
     has_pending: bool  # a dispatch has been sent, and not been received
     # of dispatch: calls with room in the region, and without; of combine; most bytes without room
     region_use: tuple[int, int, int, int, int]

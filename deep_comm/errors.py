@@ -241,8 +241,17 @@ class ExpertIndexError(ArgumentError):
     PeerTimeout.
     """
 
-    def __init__(self, rank: int, num_experts: int, value: int | None, position: int = -1) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_experts: int,
+        value: int | None,
+        position: int = -1,
+        num_topk: int = -1,
+    ) -> None:
         where = f" (element {position} in row order)" if position >= 0 else ""
+        if position >= 0 and num_topk > 0:
+            where = f" (topk_idx[{position // num_topk}, {position % num_topk}])"
         super().__init__(
             "topk_idx", value, f"of rank {rank} must hold -1 or 0..{num_experts - 1} only{where}"
         )
@@ -315,16 +324,24 @@ def from_record(record: ErrorRecord) -> DeepCommError:
             bits = {record.rank: record.expected, record.peer: record.seen}
             named = {rank: _ranks_of(each) for rank, each in bits.items()}
             return ConfigMismatch(field, named, needs_reset=True)
+        values: dict[int, Any] = {record.rank: record.expected, record.peer: record.seen}
+        if field == "topk_weights":
+            values = {rank: "given" if value else "none" for rank, value in values.items()}
         if field == "operation":
-            field = f"the operation ({record.kernel} here: a digest of its name and shapes"
-            if record.seen == 0:
-                field += "; 0: another node's rank disagrees with that rank"
-            field += ")"
-        values = {record.rank: record.expected, record.peer: record.seen}
+            field = "the operation"
+            if record.peer_kernel not in ("", record.kernel):
+                values = {record.rank: record.kernel, record.peer: record.peer_kernel}
+            else:
+                field += f" ({record.kernel} here: a digest of its shapes, dtypes and Config"
+                if record.seen == 0:
+                    field += "; 0: another node's rank disagrees with that rank"
+                field += ")"
         return ConfigMismatch(field, values, needs_reset(record))
     if record.kind == "expert_index":
         value = record.seen if record.index >= 0 else None
-        return ExpertIndexError(record.peer, record.expected, value, record.index)
+        return ExpertIndexError(
+            record.peer, record.expected, value, record.index, num_topk=record.channel
+        )
     if record.kind == "overflow":
         return CapacityError(record.rank, record.seen, record.expected)
     return DeepCommError(

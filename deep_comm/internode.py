@@ -39,8 +39,8 @@ class InternodeCalls(NormalCalls):
     A token crosses once to each node that holds one of its experts, to the rank of the sender's
     local index there, which hands it on inside the node. combine adds a token's rows in every node
     before they cross back: in float32 over the node's ranks, ascending, rounded once to the dtype
-    of x (the source's own node included), then in float32 over the nodes, ascending, then over the
-    biases, and rounded once more. The result does not depend on ``config``.
+    of x (the source's own node included), then in float32 from the biases over the nodes,
+    ascending, and rounded once more. The result does not depend on ``config``.
 
     The handle is an InternodeHandle, whose first ten fields are also a sequence. In worst-case
     mode ``num_worst_tokens`` also bounds the rows that this rank forwards, unless N times its own

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deep_comm.config import Config
@@ -22,6 +24,15 @@ DispatchResult = tuple[
     Handle | InternodeHandle | Any,
     EventOverlap,
 ]
+
+
+def _warn_of_lost_gradient(call: str) -> None:
+    if torch.is_grad_enabled():
+        warnings.warn(
+            f"Buffer.{call} has no gradient: x requires one, which ends here. ExpertParallel has "
+            "gradients; or call it in a torch.autograd.Function, or under torch.no_grad()",
+            stacklevel=3,
+        )
 
 
 class NormalCalls:
@@ -167,6 +178,8 @@ class NormalCalls:
             CallInterrupted: an earlier call was; reset() makes the Buffer usable again.
         """
         event = None
+        if getattr(x, "requires_grad", False):
+            _warn_of_lost_gradient("dispatch")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
         made: DispatchResult = self._context.dispatch(
@@ -190,13 +203,14 @@ class NormalCalls:
         allocate_on_comm_stream: bool = False,
         *,
         apply_weights: bool = False,
+        topk_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | Any, EventOverlap]:
         """Send rows back to their source and sum those of each token. Collective.
 
-        The sum runs in float32 over the ranks that got the token, ascending, then over the biases,
-        and is rounded once (between nodes also once a node, see InternodeCalls): it does not
-        depend on ``config``. A token that went nowhere gives its bias, or zeros. Any number of
-        combines may use one handle.
+        The sum runs in float32 from the biases over the ranks that got the token, ascending, and is
+        rounded once (between nodes also once per node, see InternodeCalls): it does not depend on
+        ``config``. A token that went nowhere gives its bias, or zeros. Any number of combines may
+        use one handle.
 
         Args:
             x: bfloat16, float16 or float32 [N, H], contiguous, rows a multiple of 16 bytes.
@@ -208,6 +222,8 @@ class NormalCalls:
                 Either way each rank first adds a token's rows there, in float32, selections
                 ascending, products rounded before they are added, the sum rounded to the dtype of x
                 once; that row travels, and the sum over ranks is as above.
+            topk_idx: int32 or int64 [T, K], of the dispatch: ranks are added in the order of the
+                token's last selections there instead of ascending (between nodes: the nodes).
             config: of as many SMs as the dispatch had. Default: as many, and for few rows more
                 where nobody has named a number (docs/guide/sms.md).
             previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
@@ -222,10 +238,24 @@ class NormalCalls:
             ConfigMismatch, PeerTimeout, MaskedOut: as dispatch.
         """
         event = None
+        if getattr(x, "requires_grad", False):
+            _warn_of_lost_gradient("combine")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
         made: tuple[Tensor, Tensor | Any, EventOverlap] = self._context.combine(
             x, handle, topk_weights, bias, config, event, async_finish, allocate_on_comm_stream,
-            apply_weights, None if config is not None else self._default("combine"),
+            apply_weights, topk_idx, None if config is not None else self._default("combine"),
         )  # fmt: skip
         return made
+
+    def barrier(self) -> None:
+        """Let the ranks' streams wait for each other. Collective.
+
+        What the current stream of any rank, and calls of this Buffer, were given before it ends
+        before what the current stream of any rank is given after it begins. The host does not wait;
+        a CUDA graph may hold it.
+
+        Raises:
+            ConfigMismatch, PeerTimeout, MaskedOut: as dispatch.
+        """
+        self._context.barrier()

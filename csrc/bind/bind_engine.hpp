@@ -26,7 +26,8 @@ inline void bind_records(pybind11::module_& m) {
       .def_readonly("seen", &ErrorRecord::seen)
       .def_readonly("expected", &ErrorRecord::expected)
       .def_readonly("waited_ns", &ErrorRecord::waited_ns)
-      .def_readonly("index", &ErrorRecord::index);
+      .def_readonly("index", &ErrorRecord::index)
+      .def_readonly("peer_kernel", &ErrorRecord::peer_kernel);
 }
 
 template <class Target>

@@ -11,6 +11,7 @@
 #include "bind/buffer.hpp"
 #include "bind/errors.hpp"
 #include "bind/handle.hpp"
+#include "host/calls/barrier.hpp"
 #include "host/calls/combine.hpp"
 #include "host/calls/dispatch.hpp"
 
@@ -90,10 +91,10 @@ py::object call_dispatch(BoundBuffer& buffer, const Arguments<23>& given) {
 }
 
 // (x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream,
-//  apply_weights, fallback) -> (combined_x, combined_topk_weights, event)
-py::object call_combine(BoundBuffer& buffer, const Arguments<10>& given) {
+//  apply_weights, topk_idx, fallback) -> (combined_x, combined_topk_weights, event)
+py::object call_combine(BoundBuffer& buffer, const Arguments<11>& given) {
   const auto [x, handle, topk_weights, bias, config, event, async_finish, on_comm, apply_weights,
-              fallback] = given;
+              topk_idx, fallback] = given;
   const TensorReader& reader = buffer.reader;
   CombineRequest request;
   request.x = reader.read(x);
@@ -102,12 +103,18 @@ py::object call_combine(BoundBuffer& buffer, const Arguments<10>& given) {
   request.num_bias_items = num_items_of(bias);
   read_pair(reader, bias, request.num_bias_items, &request.bias[0], &request.bias[1]);
   request.apply_weights = read_flag(apply_weights);
+  request.topk_idx = reader.read(topk_idx);
   request.config = buffer.read_config(config, fallback);
   request.streams = buffer.read_streams(event, async_finish, on_comm);
   CombineResult result = combine(buffer.context, request);
   return py::make_tuple(object_of(std::move(result.combined_x)),
                         object_of(std::move(result.combined_topk_weights)),
                         buffer.overlap_of(std::move(result.event)));
+}
+
+py::object call_barrier(BoundBuffer& buffer, const Arguments<0>& /*none*/) {
+  barrier(buffer.context);
+  return py::none();
 }
 
 void end_calls(BoundBuffer& buffer, bool was_destroyed) {
@@ -137,6 +144,7 @@ py::object list_of(const std::vector<int>& numbers) {
 void bind_normal_calls(py::module_& m, BufferClass& buffer) {
   def_call<&call_dispatch>(buffer, "dispatch");
   def_call<&call_combine>(buffer, "combine");
+  def_call<&call_barrier>(buffer, "barrier");
   buffer
       .def(
           "warn_without_room",

@@ -66,6 +66,8 @@ class Engine final : public EngineCalls {
                            const FewRows& few_rows) const override;
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override;
 
+  void barrier(uint64_t stream) override;
+
   // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a
   // dispatch of this config.
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override;

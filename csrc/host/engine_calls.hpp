@@ -28,6 +28,7 @@ struct ErrorRecord {
   int64_t expected = 0;
   uint64_t waited_ns = 0;
   int64_t index = -1;
+  std::string peer_kernel;  // word "operation": what the peer has entered
 };
 
 struct Counts {
@@ -67,6 +68,9 @@ class EngineCalls {
   virtual size_t data_offset() const = 0;
   virtual size_t data_bytes() const = 0;
   virtual size_t low_latency_bytes() const = 0;
+
+  // Of all ranks of the group: ends when the streams of all have come to theirs.
+  virtual void barrier(uint64_t stream) = 0;
 
   // ---- inside a node
   virtual void get_dispatch_layout(LayoutArgs args, uint64_t stream) = 0;

@@ -65,6 +65,7 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
   target_.template prepare<DispatchKernel<false, true>>();
   target_.template prepare<DispatchKernel<true, false>>();
   target_.template prepare<DispatchKernel<true, true>>();
+  target_.template prepare<BarrierKernel>();
   target_.template prepare<NumberRowsKernel>();
   target_.template prepare<ShrinkBarrierKernel>();
   target_.template prepare<ExpandKernel>();
@@ -177,6 +178,12 @@ std::optional<ErrorRecord> Engine<Target>::poll_error() const {
   record.expected = static_cast<int64_t>(block.expected);
   record.waited_ns = block.waited_ns;
   record.index = block.index;
+  // Low-latency calls announce less than a signature.
+  if (block.word == static_cast<uint32_t>(Word::kOperation) &&
+      block.stage != static_cast<uint32_t>(Stage::kAnnounced) &&
+      block.seen != Operation::kDisputed) {
+    record.peer_kernel = kKernelNames[static_cast<int>(Operation::kernel_of(block.seen))];
+  }
   return record;
 }
 
@@ -202,6 +209,17 @@ void Engine<Target>::reset() {
   }
   *world_.error = ErrorBlock{};
   world_.absent = 0;
+}
+
+template <class Target>
+void Engine<Target>::barrier(uint64_t stream) {
+  const LaunchConfig config{.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 16};
+  if (!is_internode()) return launch<BarrierKernel>(config, {}, stream);
+  if constexpr (Target::kHasRail) {
+    InternodeBarrierArgs args{};
+    args.tiers = tiers_;
+    launch<InternodeBarrierKernel>(config, args, stream);
+  }
 }
 
 template <class Target>

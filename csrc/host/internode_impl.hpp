@@ -65,6 +65,7 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
     target_.template prepare<InternodeLayoutKernel>();
     target_.template prepare<InternodeCountKernel>();
     target_.template prepare<InternodeNotifyKernel>();
+    target_.template prepare<InternodeBarrierKernel>();
     target_.template prepare<InternodeDispatchKernel<false>>();
     target_.template prepare<InternodeDispatchKernel<true>>();
     target_.template prepare<InternodeCombineKernel<Dtype::kBfloat16>>();

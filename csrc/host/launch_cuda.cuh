@@ -5,6 +5,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -21,11 +23,45 @@ void check(cudaError_t status, const char* what) {
                            cudaGetErrorString(status) + ")");
 }
 
-// One block an SM: the kernels size their shared memory for a whole SM.
+// The functions that are launched. Callers look for operations by name in profiles, whose columns
+// are short: so the operation comes first, in all its forms, and once per call.
+namespace kernels {
+
+// One block per SM: the kernels size their shared memory for a whole SM.
+#define DC_LAUNCHED_AS(NAME)                                         \
+  template <class KernelType>                                        \
+  __global__ void __launch_bounds__(KernelType::kMaxThreads, 1)      \
+      NAME(const __grid_constant__ typename KernelType::Args args) { \
+    KernelType::run(args);                                           \
+  }
+DC_LAUNCHED_AS(layout)
+DC_LAUNCHED_AS(notify)
+DC_LAUNCHED_AS(dispatch)
+DC_LAUNCHED_AS(combine)
+DC_LAUNCHED_AS(barrier)
+DC_LAUNCHED_AS(local)
+#undef DC_LAUNCHED_AS
+
+}  // namespace kernels
+
 template <class KernelType>
-__global__ void __launch_bounds__(KernelType::kMaxThreads, 1)
-    entry(const __grid_constant__ typename KernelType::Args args) {
-  KernelType::run(args);
+constexpr auto entry_of() {
+  constexpr Kernel kName = KernelType::kName;
+  if constexpr (kName == Kernel::kDispatch || kName == Kernel::kInternodeDispatch ||
+                kName == Kernel::kLowLatencyDispatch) {
+    return &kernels::dispatch<KernelType>;
+  } else if constexpr (kName == Kernel::kCombine || kName == Kernel::kInternodeCombine ||
+                       kName == Kernel::kLowLatencyCombine) {
+    return &kernels::combine<KernelType>;
+  } else if constexpr (kName == Kernel::kNotifyDispatch || kName == Kernel::kInternodeNotify) {
+    return &kernels::notify<KernelType>;
+  } else if constexpr (kName == Kernel::kBarrier) {
+    return &kernels::barrier<KernelType>;
+  } else if constexpr (kName == Kernel::kLayout) {
+    return &kernels::layout<KernelType>;
+  } else {
+    return &kernels::local<KernelType>;
+  }
 }
 
 // The least part of an SM's shared memory that holds one block.
@@ -37,11 +73,20 @@ unsigned int carveout_percent(size_t smem_bytes) {
 
 // Loads the kernel now: at its first launch, loading would wait for kernels that may be
 // waiting for this rank.
+//
+// Once per device: the driver does the work of a function's first launch again after the attribute
+// was set, even to the same value.
 template <class KernelType>
 void prepare_kernel(int smem_bytes_limit) {
-  check(cudaFuncSetAttribute(entry<KernelType>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  static std::atomic<uint64_t> prepared{0};  // a bit per device
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if ((prepared.load(std::memory_order_relaxed) & bit) != 0) return;
+  check(cudaFuncSetAttribute(entry_of<KernelType>(), cudaFuncAttributeMaxDynamicSharedMemorySize,
                              smem_bytes_limit),
         "cudaFuncSetAttribute");
+  prepared.fetch_or(bit, std::memory_order_relaxed);
 }
 
 #if CUDART_VERSION >= 12050
@@ -64,7 +109,8 @@ DriverLaunch find_driver_launch() {
 template <class KernelType>
 CUfunction find_driver_kernel() {
   cudaKernel_t kernel = nullptr;
-  if (cudaGetKernel(&kernel, reinterpret_cast<const void*>(&entry<KernelType>)) == cudaSuccess) {
+  if (cudaGetKernel(&kernel, reinterpret_cast<const void*>(entry_of<KernelType>())) ==
+      cudaSuccess) {
     return reinterpret_cast<CUfunction>(kernel);
   }
   cudaGetLastError();
@@ -124,7 +170,7 @@ void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& 
   launch_config.attrs = attributes;
   launch_config.numAttrs = kBeginsEarly<KernelType> && config.may_begin_early ? 3 : 2;
   if (launch_by_driver<KernelType>(launch_config, args)) return;
-  check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args),
+  check(cudaLaunchKernelEx(&launch_config, entry_of<KernelType>(), args),
         kKernelNames[static_cast<int>(KernelType::kName)]);
 }
 

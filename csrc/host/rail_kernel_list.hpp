@@ -30,9 +30,9 @@ struct KernelList {
 };
 
 using RailKernelList =
-    KernelList<InternodeNotifyKernel, InternodeDispatchKernel<false>, InternodeDispatchKernel<true>,
-               InternodeCombineKernel<Dtype::kBfloat16>, InternodeCombineKernel<Dtype::kFloat16>,
-               InternodeCombineKernel<Dtype::kFloat32>,
+    KernelList<InternodeNotifyKernel, InternodeBarrierKernel, InternodeDispatchKernel<false>,
+               InternodeDispatchKernel<true>, InternodeCombineKernel<Dtype::kBfloat16>,
+               InternodeCombineKernel<Dtype::kFloat16>, InternodeCombineKernel<Dtype::kFloat32>,
                LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>,
                LowLatencyRailDispatchKernel<PayloadFormat::kFp8>,
                LowLatencyRailDispatchKernel<PayloadFormat::kNvFp4>,

@@ -1,5 +1,7 @@
 #include "host/require.hpp"
 
+#include <string_view>
+
 namespace deep_comm {
 
 namespace {
@@ -37,6 +39,14 @@ bool has_shape(const TensorRef& given, std::initializer_list<int64_t> shape) {
   return true;
 }
 
+// Of an extent that may be any.
+std::string extent_name(std::string_view tensor, int dim) {
+  if (tensor == "num_tokens_per_expert") return "experts";
+  if (dim == 0) return tensor == "topk_weights" ? "rows" : "tokens";
+  const bool is_routing = tensor == "topk_idx" || tensor == "topk_weights";
+  return is_routing ? "top-k" : tensor == "x" ? "hidden" : "scales";
+}
+
 bool has_type(const TensorRef& given, std::initializer_list<ElementType> types) {
   if (types.size() == 0) return true;
   for (const ElementType type : types) {
@@ -65,9 +75,11 @@ bool has_type(const TensorRef& given, std::initializer_list<ElementType> types) 
   }
   if (!has_shape(given, rule.shape)) {
     std::string extents;
+    int dim = 0;
     for (const int64_t wanted : rule.shape) {
-      extents += (extents.empty() ? "" : ", ");
-      extents += wanted < 0 ? "any" : std::to_string(wanted);
+      extents += (dim == 0 ? "" : ", ");
+      extents += wanted < 0 ? extent_name(name, dim) : std::to_string(wanted);
+      ++dim;
     }
     refuse_argument(name, property(Which::kShape), "must have shape [" + extents + "]");
   }

@@ -146,16 +146,19 @@ class ElasticBuffer(ElasticCalls, Refused):
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Returns when every rank has called it and has done its earlier work on the stream.
+        """What the current streams and this buffer's calls had before it ends, on all ranks, before
+        what any rank's current stream has after it begins. Collective.
 
-        The host waits, whatever ``with_cpu_sync`` says, so that it cannot stand in a CUDA graph.
+        It runs on the device; a CUDA graph may hold it. With ``with_cpu_sync`` the host waits for
+        the device before and after it. The stream and the order of tiers are the engine's choice.
         """
-        context = self._buffer._context
-        context.require_open()
-        if self.device.type == "cuda":
-            stream = self.get_comm_stream() if use_comm_stream else torch.cuda.current_stream()
-            stream.synchronize()
-        context.rendezvous.barrier()
+        waits = with_cpu_sync and self.device.type == "cuda"
+        if waits:
+            torch.cuda.synchronize(self.device)
+        self._buffer.barrier()
+        if waits:
+            torch.cuda.synchronize(self.device)
+            self._buffer.check()
 
     # ---- sizes and resources -------------------------------------------------------------------
 
@@ -346,11 +349,17 @@ class ElasticBuffer(ElasticCalls, Refused):
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Send rows back to their tokens and sum them. Collective.
 
+        A token's sum starts with the biases, in float32, and takes the rank of each selection in
+        turn, a rank of several selections at the last of them; it is rounded once. Over nodes the
+        ranks of each node are summed and rounded first, ranks ascending, and the nodes follow in
+        the same order. Without allow_multiple_reduction nothing is rounded before: expanded rows
+        are added one by one, in the order of the selections; so are ranks over several nodes. It
+        takes memory and traffic for a row per selection.
+
         Args:
             x: bfloat16 [N, H]. Expanded: [P, H], or as many rows as handle.recv_src_metadata names.
                 The rows of one token are then summed first, in float32, selections ascending, and
-                rounded once; sums of ranks follow in float32, ranks ascending, and are rounded
-                once.
+                rounded once, unless allow_multiple_reduction is False.
             topk_weights: float32 [N, K], expanded [P]: comes back as [T, K].
             bias: bfloat16 [T, H] or a pair.
             num_sms: the handle's is used.

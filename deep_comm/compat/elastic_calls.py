@@ -13,7 +13,13 @@ from torch import Tensor
 import deep_comm
 from deep_comm.compat.elastic_sizes import align
 from deep_comm.compat.ep_handle import AnyHandle, EPHandle
-from deep_comm.compat.expand import Expansion, num_rows_bound, reduce, reduce_weights
+from deep_comm.compat.expand import (
+    Expansion,
+    num_rows_bound,
+    reduce,
+    reduce_weights,
+    rows_in_order,
+)
 from deep_comm.compat.section import Section
 from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventHandle, EventOverlap
@@ -72,6 +78,9 @@ class ElasticCalls:
     rank_idx: int
     num_ranks: int
     num_scaleup_ranks: int
+    num_rdma_ranks: int
+    allow_hybrid_mode: bool
+    allow_multiple_reduction: bool
 
     def _dispatch(
         self, x: Payload, routing: Routing, stats: Tensor | None, rows: Rows, timing: Timing
@@ -222,12 +231,28 @@ class ElasticCalls:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         is_plain = not handle.do_expand and topk_weights is None
         is_engines = handle.is_expanded_by_engine and not handle.is_metadata_lent
-        if (is_plain or is_engines) and len(timing.events) < 2:
-            return self._buffer.combine(x, handle.native, topk_weights, bias, **timing.as_options())
+        by_selection = handle.do_expand and not self.allow_multiple_reduction
+        is_added_once = by_selection or (
+            self.num_rdma_ranks > 1
+            and not (self.allow_multiple_reduction and self.allow_hybrid_mode)
+        )
+        # One rank has no order, and sums of two that start from nothing have none either.
+        order = handle.topk_idx if self.num_ranks > (2 if bias is None else 1) else None
+        if not is_added_once and (is_plain or is_engines) and len(timing.events) < 2:
+            return self._buffer.combine(
+                x, handle.native, topk_weights, bias, topk_idx=order, **timing.as_options()
+            )
         section = Section(self._buffer, timing.events, timing.is_async)
         with section:
-            rows, weights, native = self._rows_for_combine(x, topk_weights, handle)
-            combined_x, combined_weights, _ = self._buffer.combine(rows, native, weights, bias)
+            if is_added_once:
+                combined_x, combined_weights = self._add_once(
+                    x, topk_weights, bias, handle, by_selection
+                )
+            else:
+                rows, weights, native = self._rows_for_combine(x, topk_weights, handle)
+                combined_x, combined_weights, _ = self._buffer.combine(
+                    rows, native, weights, bias, topk_idx=order
+                )
         inputs = tensors(x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
         inputs += handle.tensors()
         return combined_x, combined_weights, section.finish(inputs, [combined_x, combined_weights])
@@ -247,6 +272,39 @@ class ElasticCalls:
             # A selection's weight comes from the rank of its expert alone.
             topk_weights = torch.where(handle.is_selected_here, topk_weights, 0.0)
         return x, topk_weights, handle.compact
+
+    def _add_once(
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        bias: Tensor | tuple[Tensor, Tensor] | None,
+        handle: EPHandle,
+        by_selection: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Every row goes home by itself, and the token's rank adds them in one sum."""
+        route = handle.route(self._buffer, by_selection, self._is_capturing())
+        if by_selection:
+            slots, num_rows = handle.slots, route.num_recv_rows
+            arrived = handle.is_selected_here
+            x = rows_in_order(x, slots, arrived, num_rows)
+            if topk_weights is not None:
+                topk_weights = rows_in_order(topk_weights.view(-1, 1), slots, arrived, num_rows)
+        elif handle.do_expand:
+            x = reduce(x, handle.slots)
+            if topk_weights is not None:
+                topk_weights = reduce_weights(topk_weights, handle.slots)
+        elif topk_weights is not None:
+            topk_weights = torch.where(handle.is_selected_here, topk_weights, 0.0)
+        rows, weights, _ = self._buffer.combine(x, route, topk_weights)
+        num_tokens, num_topk = handle.topk_idx.shape
+        # Tokens of the route that went nowhere have returned zeros.
+        every = torch.arange(num_tokens * num_topk, device=rows.device).view(num_tokens, num_topk)
+        combined_x = reduce(rows, every, tensors(bias))
+        if weights is not None:
+            # A selection's weight has come from one rank.
+            weights = weights.view(num_tokens, num_topk, weights.shape[1])
+            weights = weights.squeeze(2) if by_selection else weights.sum(1)
+        return combined_x, weights
 
     def _is_capturing(self) -> bool:
         return self._buffer.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

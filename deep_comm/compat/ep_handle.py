@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_comm.buffer import Buffer
 from deep_comm.compat import expand
-from deep_comm.errors import HandleMismatch
+from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.handle import Expansion, Handle, InternodeHandle
 
 AnyHandle = Handle | InternodeHandle
@@ -30,11 +31,10 @@ class EPHandle:
         num_expanded_tokens: rows grouped by expert, padding included; likewise.
         num_recv_tokens_per_expert_list: L aligned counts; [] without CPU sync.
         num_unaligned_recv_tokens_per_expert: int32 [L].
-        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None: of another
-            protocol.
+        token_metadata_at_forward, channel_linked_list: None: of another protocol.
     """
 
-    dst_buffer_slot_idx = token_metadata_at_forward = channel_linked_list = None
+    token_metadata_at_forward = channel_linked_list = None
     cached_recv_src_metadata_before_sort = None
 
     def __init__(
@@ -63,6 +63,8 @@ class EPHandle:
         self._made_by_dispatch = recv_topk_idx
         self._fields: dict[str, Tensor] = {}
         self._is_metadata_lent = False
+        self._is_counted = counts is not None
+        self._routes: dict[bool, AnyHandle] = {}
         self.topk_idx = topk_idx
         self.do_expand = do_expand
         self.num_experts = num_experts
@@ -161,6 +163,28 @@ class EPHandle:
             dataclasses.replace(expansion, recv_rows=self.slots.contiguous(), num_rows=num_rows)
         )
 
+    def route(self, buffer: Buffer, by_selection: bool, is_capturing: bool) -> AnyHandle:
+        """Of T * K tokens of one selection each, as which rows travel that are summed nowhere
+        before they are home: all selections, or the last one at each rank. Collective, once."""
+        found = self._routes.get(by_selection)
+        if found is None:
+            topk_idx = self.topk_idx
+            if not by_selection:
+                owners = expand.owners(topk_idx, self.num_experts, self._native.num_ranks)
+                topk_idx = torch.where(expand.is_last_at_owner(owners), topk_idx, -1)
+            num_rows = self.num_expanded_tokens if by_selection else self.num_recv_tokens
+            # Rows of one vector: only the way that they go is wanted.
+            x = torch.zeros(topk_idx.numel(), 8, dtype=torch.bfloat16, device=topk_idx.device)
+            _, _, _, _, found, _ = buffer.dispatch(
+                x,
+                topk_idx=topk_idx.reshape(-1, 1),
+                num_experts=self.num_experts,
+                num_worst_tokens=0 if self._is_counted and not is_capturing else num_rows,
+            )
+            assert found is not None
+            self._routes[by_selection] = found
+        return found
+
     @property
     def recv_topk_idx(self) -> Tensor:
         """[N, K], local expert or -1."""
@@ -191,8 +215,12 @@ class EPHandle:
 
     @property
     def slots(self) -> Tensor:
-        """int32 [N, K], of recv_src_metadata as it is now."""
-        return self._field(_METADATA, self._metadata)[:, 2:]
+        """int32 [N, K], of recv_src_metadata as it is now; -1 past its end."""
+        slots = self._field(_METADATA, self._metadata)[:, 2:]
+        num_missing = self.num_recv_tokens - slots.shape[0]
+        if num_missing == 0:
+            return slots
+        return torch.nn.functional.pad(slots, (0, 0, 0, num_missing), value=-1)
 
     def materialise(self) -> list[Tensor]:
         """Makes the fields now, for a CUDA graph to hold; returns them."""
@@ -205,6 +233,7 @@ class EPHandle:
         parts = () if expansion is None else expansion.tensors
         found = [*self._native, *parts, self._made_by_dispatch, self.topk_idx]
         found.append(self.num_unaligned_recv_tokens_per_expert)
+        found += [tensor for route in self._routes.values() for tensor in route]
         return [*found, *self._fields.values()]
 
     # ---- fields --------------------------------------------------------------------------------
@@ -256,10 +285,34 @@ class EPHandle:
         for each selection its expanded row, or -1. Rows that did not arrive hold -1.
 
         Expanded combine reads the last K columns: callers that have summed rows themselves may
-        rewrite them in place.
+        rewrite them in place. The whole may be set as well, with as many rows as arrived or more.
         """
         self._is_metadata_lent = True
         return self._field(_METADATA, self._metadata)
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, metadata: Tensor) -> None:
+        num_columns = self.topk_idx.shape[1] + 2
+        if metadata.dtype != torch.int32 or metadata.shape[1:] != (num_columns,):
+            raise ArgumentError(
+                "recv_src_metadata", f"{metadata.dtype} {list(metadata.shape)}",
+                f"must be int32 of shape [rows, {num_columns}]",
+            )  # fmt: skip
+        self._is_metadata_lent = True
+        self._fields[_METADATA] = metadata
+
+    @property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        """int32 [T, K]: this rank * num_max_tokens_per_rank + the token's place among those sent to
+        the selection's rank; at the last of its selections there, else -1.
+
+        Computed at each access.
+        """
+        native = self._native
+        owners = expand.owners(self.topk_idx, self.num_experts, native.num_ranks)
+        places = native.is_token_in_rank.cumsum(0) - 1
+        slots = self._rank * self.num_max_tokens_per_rank + places.gather(1, owners.clamp(min=0))
+        return torch.where(expand.is_last_at_owner(owners), slots, -1).to(torch.int32)
 
     def _metadata(self) -> Tensor:
         slots = self._slots()

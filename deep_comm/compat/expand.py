@@ -8,6 +8,8 @@ expanded rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,23 @@ _REDUCE_ROWS = 8192  # rows whose float32 sums exist at a time
 
 def aligned(counts: Tensor, alignment: int) -> Tensor:
     return (counts + (alignment - 1)) // alignment * alignment
+
+
+def owners(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """int64 [T, K]: rank of each selected expert, or -1."""
+    num_least, num_larger = divmod(num_experts, num_ranks)  # ranks with one expert more come first
+    experts = topk_idx.to(torch.int64)
+    among_rest = num_larger + (experts - num_larger * (num_least + 1)) // max(num_least, 1)
+    owners = torch.where(
+        experts < num_larger * (num_least + 1), experts // (num_least + 1), among_rest
+    )
+    return torch.where((experts >= 0) & (experts < num_experts), owners, -1)
+
+
+def is_last_at_owner(owners: Tensor) -> Tensor:
+    """bool [T, K]: a selection whose rank the token does not select again later."""
+    is_same = owners.unsqueeze(2) == owners.unsqueeze(1)
+    return (owners >= 0) & ~is_same.triu(1).any(dim=2)
 
 
 def slots(recv_topk_idx: Tensor, counts: Tensor, alignment: int) -> Tensor:
@@ -89,20 +108,24 @@ class Expansion:
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def reduce(x: Tensor, slots: Tensor) -> Tensor:
+def reduce(x: Tensor, slots: Tensor, biases: Sequence[Tensor] = ()) -> Tensor:
     """[N, H] of expanded rows [P, H]: the sum of each received row's own.
 
-    In float32, selections ascending, rounded once. Slots outside 0..P-1 add nothing.
+    In float32, from the biases [N, H], selections ascending, rounded once. Slots outside 0..P-1
+    add nothing.
     """
     num_recv, num_topk = slots.shape
     out = x.new_empty((num_recv, x.shape[1]))
     if x.shape[0] == 0:
-        return out.zero_()
+        x = x.new_zeros((1, x.shape[1]))
+        slots = torch.full_like(slots, -1)
     for first in range(0, num_recv, _REDUCE_ROWS):
         part = slots[first : first + _REDUCE_ROWS].to(torch.int64)
         inside = (part >= 0) & (part < x.shape[0])
         index = torch.where(inside, part, 0)
         total = torch.zeros(part.shape[0], x.shape[1], dtype=torch.float32, device=x.device)
+        for bias in biases:
+            total += bias[first : first + _REDUCE_ROWS]
         for k in range(num_topk):
             rows = x.index_select(0, index[:, k]).to(torch.float32)
             # Not a product with 0: a row that is not meant may hold anything.
@@ -119,3 +142,18 @@ def reduce_weights(weights: Tensor, slots: Tensor) -> Tensor:
         return weights.new_zeros(slots.shape)
     found = weights[torch.where(inside, index, 0)]
     return torch.where(inside, found, 0.0)
+
+
+def rows_in_order(x: Tensor, slots: Tensor, arrived: Tensor, num_rows: int) -> Tensor:
+    """[num_rows, ...] of expanded rows [P, ...]: those of the selections that ``arrived``, bool
+    [N, K], one after the other. Slots outside 0..P-1 give zeros."""
+    taken = arrived.reshape(-1)
+    position = torch.where(taken, taken.cumsum(0) - 1, num_rows).clamp(max=num_rows)
+    index = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=slots.device)
+    index.scatter_(0, position, slots.reshape(-1).to(torch.int64))
+    index = index[:num_rows]
+    is_inside = (index >= 0) & (index < x.shape[0])
+    if x.shape[0] == 0:
+        return x.new_zeros((num_rows, *x.shape[1:]))
+    rows = x.index_select(0, torch.where(is_inside, index, 0))
+    return rows.masked_fill_(~is_inside.view(-1, *[1] * (x.dim() - 1)), 0)

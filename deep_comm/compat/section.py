@@ -49,7 +49,7 @@ class Section:
     ) -> EventOverlap:
         """After the ``with``. ``inputs`` came from outside, ``outputs`` were made inside."""
         if self._comm is None:
-            return EventOverlap(None)
+            return EventOverlap(EventHandle() if self._is_async else None)
         for tensors, stream in ((inputs, self._comm), (outputs, self._compute)):
             for tensor in tensors:
                 if tensor is not None and tensor.numel() > 0:

@@ -53,6 +53,14 @@ class Context:
         self.rendezvous = Rendezvous(group, comm)
         self.rank = self.rendezvous.rank
         self.num_ranks = self.rendezvous.size
+        # The environment speaks of the machine, of which a group may be a part.
+        if settings.ranks_per_node is not None and settings.ranks_per_node > self.num_ranks:
+            raise errors.ArgumentError(
+                "ranks_per_node",
+                settings.ranks_per_node,
+                f"must be at most the {self.num_ranks} ranks of the group",
+            )
+        self.rendezvous.meet(settings.timeout_s)
         self.num_nvl_bytes = settings.num_nvl_bytes
         self.num_qps = settings.num_qps
         self.num_max_experts = settings.num_max_experts
@@ -185,6 +193,7 @@ class Context:
         self.get_dispatch_layout = self.native_calls.get_dispatch_layout
         self.dispatch = self.native_calls.dispatch
         self.combine = self.native_calls.combine
+        self.barrier = self.native_calls.barrier
         self.is_open = True
 
     def _bind_calls(self, rail_reads_late: bool) -> _core.BufferCalls:

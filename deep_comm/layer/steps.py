@@ -101,7 +101,7 @@ class Steps:
         if not any(getattr(part, "requires_grad", False) for part in (x, topk_weights)):
             return False
         if self._sends_fp8:
-            raise ArgumentError("x", "a tensor that requires grad", "must not, with fp8=True")
+            raise ArgumentError("x", None, "must not require a gradient in a layer with fp8=True")
         return True
 
     def _refuse_grad(self, x: Tensor, topk_weights: Tensor) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import datetime
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -16,6 +18,10 @@ from deep_comm.errors import ArgumentError, BufferDestroyed, ConfigMismatch, Pee
 from deep_comm.ranks.topology import member_identity
 
 T = TypeVar("T")
+
+_TAG = 0x6463  # not one that programs use between the same ranks
+LEAST_MEETING_S = 30.0
+"""How long a rank waits at least for the others to build their Buffers: programs start unevenly."""
 
 
 @runtime_checkable
@@ -91,7 +97,40 @@ class _TorchGroup:
         return int(self._group.size())
 
     def all_gather_object(self, payload: Any) -> list[Any]:
-        return all_gather_object(self._group, payload)
+        try:
+            return all_gather_object(self._group, payload)
+        except RuntimeError as error:  # of torch: a peer's connection has ended, or its time
+            raise PeerLost(f"a rank was lost while the ranks exchanged data: {error}") from error
+
+    def absent_after(self, timeout_s: float) -> list[int]:
+        """Ranks that have not called this within the time; [] where waits cannot be bounded."""
+        from torch import distributed, empty, uint8
+
+        if "gloo" not in distributed.get_backend_config(self._group):
+            return []
+        peers = [peer for peer in range(self.size()) if peer != self.rank()]
+        tokens = [empty(1, dtype=uint8) for _ in range(len(peers) + 1)]
+        end = time.monotonic() + timeout_s
+        receives: list[Any] = []
+        sends, absent = [], []
+        options = {"group": self._group, "tag": _TAG}
+        try:
+            for peer, token in zip(peers, tokens, strict=False):
+                sends.append(distributed.isend(tokens[-1], group_dst=peer, **options))
+                receives.append(distributed.irecv(token, group_src=peer, **options))
+        except RuntimeError as error:
+            raise PeerLost(
+                f"a rank was lost before it came to build its Buffer: {error}"
+            ) from error
+        # gloo cancels a send that nobody holds.
+        _kept.append([tokens, sends])
+        for peer, work in zip(peers, receives, strict=True):
+            left = datetime.timedelta(seconds=max(end - time.monotonic(), 0.001))
+            try:
+                work.wait(left)
+            except RuntimeError:
+                absent.append(peer)
+        return absent
 
 
 class _MpiComm:
@@ -116,7 +155,10 @@ class _MpiComm:
 def _adapt(group: Any, comm: Any) -> RankGroup:
     if (group is None) == (comm is None):
         given = "neither" if group is None else "both"
-        raise ArgumentError("group", given, "or comm must be given, exactly one of the two")
+        rule = "or comm must be given, exactly one of the two"
+        if group is None:
+            rule += " (after init_process_group: torch.distributed.group.WORLD)"
+        raise ArgumentError("group", given, rule)
     if comm is not None:
         if not all(hasattr(comm, name) for name in ("Get_rank", "Get_size", "allgather")):
             raise ArgumentError("comm", type(comm).__name__, "must be an mpi4py communicator")
@@ -125,6 +167,8 @@ def _adapt(group: Any, comm: Any) -> RankGroup:
         return group
     if callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None)):
         return _TorchGroup(group)
+    if isinstance(group, int):  # what new_group returns then
+        raise ArgumentError("group", None, "does not contain this process (NON_GROUP_MEMBER)")
     raise ArgumentError(
         "group",
         type(group).__name__,
@@ -167,6 +211,19 @@ class Rendezvous:
 
     def barrier(self) -> None:
         self.all_gather_object(None)
+
+    def meet(self, timeout_s: float) -> None:
+        """Raise PeerLost if a rank does not come here in time, where the group can bound a wait."""
+        if not isinstance(self._group, _TorchGroup):
+            return
+        limit_s = max(timeout_s, LEAST_MEETING_S)
+        absent = self._group.absent_after(limit_s)
+        if absent:
+            named = ", ".join(map(str, absent))
+            raise PeerLost(
+                f"rank {named} did not come to build its Buffer within {limit_s:g} s: it has "
+                "ended, has failed before, or builds none"
+            )
 
     def all_gather_result(self, what: str, step: Callable[[], T]) -> list[T]:
         """Run ``step`` on every rank and gather the results; if it fails on one, raise on all.

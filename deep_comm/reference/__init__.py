@@ -55,7 +55,7 @@ class Dispatched:
     )
 
 
-def _owner_of_expert(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+def owner_of_expert(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     """Rank that holds each selected expert; num_ranks where nothing is selected."""
     starts = torch.tensor([first_expert(r, num_experts, num_ranks) for r in range(num_ranks)])
     selected = (topk_idx >= 0) & (topk_idx < num_experts)
@@ -68,7 +68,7 @@ def get_dispatch_layout(
 ) -> Layout:
     """Layout of one rank's ``topk_idx`` [T, K]."""
     num_tokens = topk_idx.shape[0]
-    owner = _owner_of_expert(topk_idx, num_experts, num_ranks)
+    owner = owner_of_expert(topk_idx, num_experts, num_ranks)
     mask = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool)
     is_token_in_rank = mask.scatter_(1, owner, True)[:, :num_ranks].contiguous()
     selected = topk_idx[owner < num_ranks].to(torch.int64)
@@ -280,14 +280,45 @@ def selection_weights(weights: Tensor, expanded: Expanded) -> Tensor:
     return torch.where(rows >= 0, weights[rows.clamp(min=0)], 0.0)
 
 
-def _sum_over_ranks(rows: Sequence[Tensor], dispatched: Sequence[Dispatched], rank: int) -> Tensor:
-    """float32 [T, width]: 0.0 plus the rows that ``rank``'s tokens have, by ascending rank."""
+def sum_of_biases(bias: Bias) -> Tensor | float:
+    """float32 [T, H] from which a token's sum starts."""
+    total: Tensor | float = 0.0
+    for part in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
+        total = total + part.float()
+    return total
+
+
+Turns = Sequence[tuple[int, Tensor | None]]
+"""(whose rows are added next, for which tokens [T], None: for all)."""
+
+
+def turns_of_selections(owner: Tensor, num_owners: int) -> Turns:
+    """By the last selection of a token at each of ``num_owners``; ``owner`` of each, [T, K]."""
+    return [
+        (peer, (owner[:, k] == peer) & (owner[:, k + 1 :] != peer).all(dim=1))
+        for k in range(owner.shape[1])
+        for peer in range(num_owners)
+    ]
+
+
+def _sum_over_ranks(
+    rows: Sequence[Tensor],
+    dispatched: Sequence[Dispatched],
+    rank: int,
+    turns: Turns | None = None,
+    start: Tensor | float = 0.0,
+) -> Tensor:
+    """float32 [T, width]: ``start`` plus the rows that ``rank``'s tokens have, ranks ascending or
+    in ``turns``."""
     is_token_in_rank = dispatched[rank].is_token_in_rank
     total = torch.zeros(is_token_in_rank.shape[0], rows[rank].shape[1], dtype=torch.float32)
-    for peer, peer_rows in enumerate(rows):
+    total += start
+    for peer, are_next in turns or [(peer, None) for peer in range(len(rows))]:
         tokens = is_token_in_rank[:, peer].nonzero().squeeze(1)
         end = int(dispatched[peer].rank_prefix_matrix[rank, peer])
-        total[tokens] += peer_rows[end - len(tokens) : end].float()
+        received = rows[peer][end - len(tokens) : end].float()
+        taken = slice(None) if are_next is None else are_next[tokens]
+        total[tokens[taken]] += received[taken]
     return total
 
 
@@ -296,22 +327,27 @@ def combine(
     dispatched: Sequence[Dispatched],
     topk_weights: Sequence[Tensor] | None = None,
     biases: Sequence[Bias] | None = None,
+    topk_idxs: Sequence[Tensor] | None = None,
+    num_experts: int = 0,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Sum of every token's rows over the ranks that got it, plus bias: per rank ([T, H], [T, K]).
 
-    The sum runs in float32, starts at 0.0, takes ranks in ascending order, then the first and the
-    second bias, and is rounded to the dtype of x once. Weights are summed alike and stay float32.
+    The sum runs in float32, starts at 0.0, takes the first and the second bias, then ranks in
+    ascending order, and is rounded to the dtype of x once. With ``topk_idxs`` [T, K] and
+    ``num_experts`` a token takes its ranks in the order of its last selections there. Weights are
+    summed alike and stay float32.
     """
     results: list[tuple[Tensor, Tensor | None]] = []
     for rank, x in enumerate(xs):
-        total = _sum_over_ranks(xs, dispatched, rank)
-        bias = biases[rank] if biases is not None else None
-        if bias is not None:
-            for part in bias if isinstance(bias, tuple) else (bias,):
-                total += part.float()
+        turns = None
+        if topk_idxs is not None:
+            owner = owner_of_expert(topk_idxs[rank], num_experts, len(xs))
+            turns = turns_of_selections(owner, len(xs))
+        start = sum_of_biases(biases[rank] if biases is not None else None)
+        total = _sum_over_ranks(xs, dispatched, rank, turns, start)
         weights = None
         if topk_weights is not None:
-            weights = _sum_over_ranks(topk_weights, dispatched, rank)
+            weights = _sum_over_ranks(topk_weights, dispatched, rank, turns)
         results.append((total.to(x.dtype), weights))
     return results
 

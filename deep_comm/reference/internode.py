@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from deep_comm import reference
-from deep_comm.reference import Bias, Dispatched, Payload, channel_of_token
+from deep_comm.reference import (
+    Bias,
+    Dispatched,
+    Payload,
+    Turns,
+    channel_of_token,
+    owner_of_expert,
+    sum_of_biases,
+    turns_of_selections,
+)
 
 
 @dataclass(frozen=True)
@@ -153,15 +162,18 @@ def _sums_of_nodes(
     dispatched: Sequence[InternodeDispatched],
     rank: int,
     dtype: torch.dtype,
+    turns: Turns | None = None,
+    start: Tensor | float = 0.0,
 ) -> Tensor:
     """float32 [T, width]: per node the float32 sum over its ranks, ascending, rounded to ``dtype``;
-    these added in float32, nodes ascending.
+    these added to ``start`` in float32, nodes ascending or in ``turns``.
     """
     received = [got.received for got in dispatched]
     is_token_in_rank = received[rank].is_token_in_rank
     ranks_per_node = dispatched[rank].ranks_per_node
     num_tokens, num_ranks = is_token_in_rank.shape
     total = torch.zeros(num_tokens, rows[rank].shape[1], dtype=torch.float32)
+    sums = []
     for first in range(0, num_ranks, ranks_per_node):
         node_total = torch.zeros_like(total)
         for peer in range(first, first + ranks_per_node):
@@ -169,7 +181,12 @@ def _sums_of_nodes(
             end = int(received[peer].rank_prefix_matrix[rank, peer])
             node_total[tokens] += rows[peer][end - len(tokens) : end].float()
         here = is_token_in_rank[:, first : first + ranks_per_node].any(dim=1)
-        total[here] += node_total[here].to(dtype).float()
+        sums.append((here, node_total.to(dtype).float()))
+    total += start
+    for node, are_next in turns or [(node, None) for node in range(len(sums))]:
+        here, node_sum = sums[node]
+        taken = here if are_next is None else here & are_next
+        total[taken] += node_sum[taken]
     return total
 
 
@@ -178,22 +195,28 @@ def combine(
     dispatched: Sequence[InternodeDispatched],
     topk_weights: Sequence[Tensor] | None = None,
     biases: Sequence[Bias] | None = None,
+    topk_idxs: Sequence[Tensor] | None = None,
+    num_experts: int = 0,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Sum of every token's rows over the ranks that got it, plus bias: per rank ([T, H], [T, K]).
 
     A node's rows are added in float32 from 0.0, ranks ascending, and rounded to the dtype of x, the
-    source's own node included. The nodes' sums are added in float32 from 0.0, nodes ascending, then
-    the biases, and rounded once more. Weights are summed in the same order and stay float32.
+    source's own node included. The nodes' sums are added in float32 to the sum of the biases, nodes
+    ascending, and rounded once more. With ``topk_idxs`` [T, K] and ``num_experts`` a token takes
+    its nodes in the order of its last selections there. Weights are summed in the same order and
+    stay float32.
     """
     results: list[tuple[Tensor, Tensor | None]] = []
     for rank, x in enumerate(xs):
-        total = _sums_of_nodes(xs, dispatched, rank, x.dtype)
-        bias = biases[rank] if biases is not None else None
-        if bias is not None:
-            for part in bias if isinstance(bias, tuple) else (bias,):
-                total += part.float()
+        turns = None
+        if topk_idxs is not None:
+            ranks_per_node = dispatched[rank].ranks_per_node
+            owner = owner_of_expert(topk_idxs[rank], num_experts, len(xs)) // ranks_per_node
+            turns = turns_of_selections(owner, len(xs) // ranks_per_node)
+        start = sum_of_biases(biases[rank] if biases is not None else None)
+        total = _sums_of_nodes(xs, dispatched, rank, x.dtype, turns, start)
         weights = None
         if topk_weights is not None:
-            weights = _sums_of_nodes(topk_weights, dispatched, rank, torch.float32)
+            weights = _sums_of_nodes(topk_weights, dispatched, rank, torch.float32, turns)
         results.append((total.to(x.dtype), weights))
     return results

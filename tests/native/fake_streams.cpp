@@ -193,6 +193,10 @@ class LoggedEngine final : public EngineCalls {
     launch("combine", stream, [=, this] { engine_.combine(plan, args, stream); });
   }
 
+  void barrier(uint64_t stream) override {
+    launch("barrier", stream, [=, this] { engine_.barrier(stream); });
+  }
+
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override {
     log_.tell("plan", "number_rows", config.num_channels);
     launch("number_rows", stream, [=, this] { engine_.number_rows(args, config, stream); });

@@ -50,6 +50,7 @@ class Case:
     worst: int = 0  # num_worst_tokens: 0, or rows beyond the sum of all tokens + 1
     zero_tail: bool = False
     biases: int = 0
+    by_selections: bool = False  # combine(topk_idx=): sums in the order of the selections
     has_weights: bool = True
     fused_layout: bool = False  # dispatch(topk_idx=, num_experts=) instead of get_dispatch_layout
     calls: int = 1
@@ -87,6 +88,8 @@ class Case:
             parts.append("worst")
         if self.biases:
             parts.append(f"bias{self.biases}")
+        if self.by_selections:
+            parts.append("by-selections")
         if self.fused_layout:
             parts.append("fused")
         if not self.has_weights:

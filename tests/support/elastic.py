@@ -113,7 +113,24 @@ def check_handle(case: ElasticCase, rank: int, handle: EPHandle, num_rows: int):
     sources = [(source * case.max_tokens + token, source) for source, token, _ in rows]
     sources += [(-1, -1)] * (num_recv - len(rows))
     assert [tuple(row) for row in metadata[:, :2].tolist()] == sources
+    assert handle.dst_buffer_slot_idx.tolist() == places_sent_to(case, rank)
+    assert handle.dst_buffer_slot_idx.dtype == torch.int32
     return rows, slots
+
+
+def places_sent_to(case: ElasticCase, rank: int) -> list[list[int]]:
+    """Where every rank puts this rank's tokens, at the last selection there."""
+    firsts = [first_expert(r, case.experts, case.num_ranks) for r in range(case.num_ranks)]
+    sent, places = [0] * case.num_ranks, []
+    for selections in inputs(case, rank)[1].tolist():
+        owners = [sum(first <= e for first in firsts) - 1 for e in selections]
+        row = [-1] * len(owners)
+        for owner in set(owners) - {-1}:
+            last = max(k for k, other in enumerate(owners) if other == owner)
+            row[last] = rank * case.max_tokens + sent[owner]
+            sent[owner] += 1
+        places.append(row)
+    return places
 
 
 def check_payload(case, rank, handle, recv, recv_idx, recv_weights):

@@ -48,6 +48,7 @@ def random_case(seed: int, shape: tuple[int, int] | None = None) -> InternodeCas
         worst=choose.choice((0, 0, 3)),
         zero_tail=choose.choice((False, True)),
         biases=choose.choice((0, 1, 2)),
+        by_selections=choose.choice((False, True)),
         fused_layout=choose.choice((False, True)),
         calls=choose.choice((1, 2)),
         ranks_per_node=ranks_per_node,

@@ -63,6 +63,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "worst": [0, 0, 1, 9],
     "zero_tail": [False, True],
     "biases": [0, 1, 2],
+    "by_selections": [False, True],
     "fused_layout": [False, True],
     # The default of small buffers is rings; a small region overflows into them.
     "direct_bytes": [None, 8 << 20, 1 << 16],
@@ -106,6 +107,7 @@ def sample(num_cases: int, seed: int, **fixed: Sequence[Any]) -> list[Case]:
                 worst=card["worst"],
                 zero_tail=card["zero_tail"],
                 biases=card["biases"],
+                by_selections=card["by_selections"],
                 fused_layout=card["fused_layout"],
                 direct_bytes=card["direct_bytes"],
                 smem_bytes=card["smem_bytes"],

@@ -43,6 +43,7 @@ def common(choose: random.Random, num_ranks: int) -> dict[str, Any]:
         worst=choose.choice((0, 0, 1, 9)),
         zero_tail=choose.choice((False, True)),
         biases=choose.choice((0, 1, 2)),
+        by_selections=choose.choice((False, True)),
         fused_layout=choose.choice((False, True)),
     )
 

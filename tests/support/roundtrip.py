@@ -259,8 +259,9 @@ def call_in_steps(
         outputs = expert_outputs(case, src_rank, _to_host(handle.recv_src_idx), rank, call)
     y = _to(outputs, buffer.device)
     combined_x, combined_weights, event = buffer.combine(
-        y, handle, topk_weights=recv_weights, bias=given.bias, config=config, **options
-    )
+        y, handle, topk_weights=recv_weights, bias=given.bias, config=config,
+        topk_idx=given.topk_idx if case.by_selections else None, **options,
+    )  # fmt: skip
     _wait(event)
     yield
     per_node = arguments.get("num_tokens_per_rdma_rank")
@@ -400,6 +401,8 @@ def verify_call(case: Case, received: Sequence[Received | None], call: int) -> N
         case, outputs, expected,
         [want.recv_topk_weights for want in wanted] if case.has_weights else None,
         [i.bias for i in inputs],
+        [i.topk_idx for i in inputs] if case.by_selections else None,
+        case.experts,
     )  # fmt: skip
     for rank, (got, want) in enumerate(zip(received, wanted, strict=True)):
         if got is None:

@@ -12,6 +12,7 @@
 #include "device/layout/workspace.cuh"
 #include "device/move/quantise.cuh"
 #include "device/move/reduce.cuh"
+#include "device/move/sum_order.cuh"
 
 namespace deep_comm {
 
@@ -43,19 +44,20 @@ enum class RailField : int {
   kNumTokens,       // not compared: the maximum over the ranks goes to the host
   kCount
 };
-inline constexpr const char* kRailFieldNames[] = {"num_experts",
-                                                  "num_topk",
-                                                  "row_bytes",
-                                                  "scale_row_bytes",
-                                                  "num_channels (config.num_sms / 2)",
-                                                  "config.num_max_nvl_chunked_send_tokens",
-                                                  "config.num_max_nvl_chunked_recv_tokens",
-                                                  "config.num_max_rdma_chunked_send_tokens",
-                                                  "config.num_max_rdma_chunked_recv_tokens",
-                                                  "use_fp8 + round_scale + use_ue8m0",
-                                                  "topk_weights (1: given)",
-                                                  "topk_idx",
-                                                  "num_tokens"};
+inline constexpr const char* kRailFieldNames[] = {
+    "num_experts",
+    "num_topk",
+    "row_bytes (hidden size of x times the size of its elements)",
+    "scale_row_bytes (scales of a row times their size)",
+    "num_channels (config.num_sms / 2)",
+    "config.num_max_nvl_chunked_send_tokens",
+    "config.num_max_nvl_chunked_recv_tokens",
+    "config.num_max_rdma_chunked_send_tokens",
+    "config.num_max_rdma_chunked_recv_tokens",
+    "use_fp8 + round_scale + use_ue8m0",
+    "topk_weights",
+    "topk_idx",
+    "num_tokens"};
 static_assert(sizeof(kRailFieldNames) / sizeof(char*) == static_cast<size_t>(RailField::kCount));
 static_assert(static_cast<int>(RailField::kCount) <= kNumRailHeaderFields);
 
@@ -107,6 +109,11 @@ struct InternodeCounts {
   int32_t is_direct;
   // [num_local_experts], aligned; allocated for num_max_experts
   int32_t num_recv_tokens_per_expert[1];
+};
+
+struct InternodeBarrierArgs {
+  World world;
+  TwoTier tiers;
 };
 
 struct InternodeNotifyArgs {
@@ -243,6 +250,7 @@ struct InternodeCombineArgs {
   const uint8_t* x;              // [Q, row_bytes]
   const float* topk_weights;     // [Q, K], or null
   const uint8_t* bias[2];        // [T, row_bytes], or null
+  SumOrder order;                // of the nodes' sums, after the biases
   uint8_t* combined_x;           // out [T, row_bytes]
   float* combined_topk_weights;  // out [T, K], or null
 };

@@ -5,7 +5,8 @@
 //        [T, H]; the handle
 // out    combined_x [T, H], combined_topk_weights [T, K]
 // sums   s(n) = round(((0 + x of rank (n, a)) + x of rank (n, b)) + …), local ranks ascending
-//        combined_x = round(((0 + s(m)) + s(n)) + … + bias_0 + bias_1), nodes ascending
+//        combined_x = round(((0 + bias_0 + bias_1) + s(m)) + s(n) + …), nodes ascending or in the
+//        order of the token's last selections there (SumOrder)
 //        both in float32, rounded to the dtype of x; weights stay float32
 // path   rank (n, j) → NVLink → rank (n, l) → rail → rank (n', l), which owns the token
 // modes  staged (combine_staged.cuh) if every rank has room for all rows and sums that arrive,

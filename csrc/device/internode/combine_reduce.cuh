@@ -13,16 +13,17 @@ DC_DEVICE int load_node_head(const InternodeCombineArgs& args, int token, int fi
   return arch::ld_nc(args.send_node_head + static_cast<int64_t>(token) * num_nodes + node);
 }
 
-// One warp: calls visit(slot) for the token's sum of each of its nodes, nodes ascending.
+// One warp: calls visit(slot) for the token's sum of each of its nodes, in their order.
 template <class Visit>
 DC_DEVICE void for_each_sum(const Context& rail, const InternodeCombineArgs& args, int channel,
                             int token, Visit visit) {
   const uint8_t* base = rail.world.bases[rail.world.rank];
   for (int first = 0; first < args.tiers.num_nodes(); first += kWarpSize) {
     const int head = load_node_head(args, token, first);
-    for (uint32_t present = arch::ballot(kFullMask, head >= 0); present != 0;
-         present &= present - 1) {
-      const int lane = arch::ffs(present) - 1;
+    const uint32_t present = arch::ballot(kFullMask, head >= 0);
+    const int position = args.order.position_of_lane(token, present);
+    for (int next = 0; next < arch::popc(present); ++next) {
+      const int lane = arch::ffs(arch::ballot(kFullMask, head >= 0 && position == next)) - 1;
       const int row_idx = arch::shfl(kFullMask, head, lane);
       visit(base + args.rail_rings.recv_ring(channel, first + lane) +
             args.rail_rings.slot_offset(row_idx));
@@ -30,7 +31,7 @@ DC_DEVICE void for_each_sum(const Context& rail, const InternodeCombineArgs& arg
   }
 }
 
-// One warp, one token: waits for its sums, adds them and the biases in float32, rounds.
+// One warp, one token: waits for its sums, adds the biases and them in float32, rounds.
 template <Dtype kDtype>
 DC_DEVICE bool reduce_token(const Context& rail, const InternodeCombineArgs& args, int channel,
                             int token) {
@@ -65,11 +66,11 @@ DC_DEVICE bool reduce_token(const Context& rail, const InternodeCombineArgs& arg
         if (is_inside) Type::add(sums[step], loaded[step]);
       }
     };
-    for_each_sum(rail, args, channel, token, add);
     DC_UNROLL
     for (int bias = 0; bias < 2; ++bias) {
       if (args.bias[bias] != nullptr) add(args.bias[bias] + offset);
     }
+    for_each_sum(rail, args, channel, token, add);
     Vec16* out = reinterpret_cast<Vec16*>(args.combined_x + offset) + block + lane;
     DC_UNROLL
     for (int step = 0; step < kUnroll; ++step) {

@@ -235,18 +235,12 @@ class TokenAdder {
   DC_DEVICE void add_token(int token, const uint8_t* sum, const uint8_t* part) {
     RowList list{rows_};
     list.add_local(args_, part, local_.own_row());
-    list.add_sums(sum, args_.tiers.rail.node);
+    list.add_biases(args_, token);
+    list.add_sums(args_, token, sum, args_.tiers.rail.node);
     const int row_bytes = args_.message.row_bytes;
-    const int64_t offset = static_cast<int64_t>(token) * row_bytes;
-    int num_rows = list.num_rows;
-    DC_UNROLL
-    for (int bias = 0; bias < 2; ++bias) {
-      if (args_.bias[bias] == nullptr) continue;
-      if (arch::lane_idx() == 0) rows_[num_rows] = args_.bias[bias] + offset;
-      ++num_rows;
-    }
     arch::sync_warp();  // the rows' addresses before any lane follows them
-    reduce_nodes<kDtype>(args_.combined_x + offset, list, num_rows, row_bytes / 16);
+    reduce_nodes<kDtype>(args_.combined_x + static_cast<int64_t>(token) * row_bytes, list,
+                         list.num_rows, row_bytes / 16);
     if (args_.message.num_topk > 0) {
       reduce_node_weights(
           args_, list,

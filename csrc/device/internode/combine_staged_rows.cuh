@@ -86,13 +86,15 @@ DC_DEVICE int channel_of_row(const InternodeCombineArgs& args, int node, int row
   return channel;
 }
 
-// A warp's list of rows, this node's first, and the weights that follow each of them.
+// A warp's list of rows: this node's, the biases, the other nodes' sums; and the weights that follow
+// each row that has come.
 struct RowList {
   const uint8_t** rows;  // shared memory
   int num_local = 0;     // of this node
   int own = -1;          // index in `rows` of the row that lies in x
   int64_t own_row = 0;
-  int num_rows = 0;     // including the other nodes' sums
+  int first_sum = 0;  // of the other nodes
+  int num_rows = 0;
   int own_sum_at = -1;  // this node's sum comes before row own_sum_at; -1: there is none
 
   DC_DEVICE const float* weights(const InternodeCombineArgs& args, int idx) const {
@@ -105,21 +107,30 @@ struct RowList {
     const int lane = arch::lane_idx(), rank = args.world.rank;
     const uint32_t present = arch::ballot(kFullMask, row != nullptr);
     if (row != nullptr) rows[arch::popc(present & ((1u << lane) - 1))] = row;
-    num_local = num_rows = arch::popc(present);
+    num_local = first_sum = num_rows = arch::popc(present);
     if ((present >> rank & 1u) != 0) own = arch::popc(present & ((1u << rank) - 1));
     own_row = arch::shfl(kFullMask, own_x_row, rank);
   }
+  DC_DEVICE void add_biases(const InternodeCombineArgs& args, int token) {
+    DC_UNROLL
+    for (int bias = 0; bias < 2; ++bias) {
+      if (args.bias[bias] == nullptr) continue;
+      // Every lane stores the same.
+      rows[first_sum++] = args.bias[bias] + static_cast<int64_t>(token) * args.message.row_bytes;
+    }
+  }
   // Lane n passes node n's sum, or null; `own_node` passes none.
-  DC_DEVICE void add_sums(const uint8_t* row, int own_node) {
-    const int lane = arch::lane_idx();
+  DC_DEVICE void add_sums(const InternodeCombineArgs& args, int token, const uint8_t* row,
+                          int own_node) {
     const uint32_t present = arch::ballot(kFullMask, row != nullptr);
-    if (row != nullptr) rows[num_local + arch::popc(present & ((1u << lane) - 1))] = row;
-    if (num_local > 0) own_sum_at = num_local + arch::popc(present & ((1u << own_node) - 1));
-    num_rows = num_local + arch::popc(present);
+    const int position = args.order.position_of_lane(token, present);
+    if (row != nullptr) rows[first_sum + position] = row;
+    if (num_local > 0) own_sum_at = first_sum + arch::shfl(kFullMask, position, own_node);
+    num_rows = first_sum + arch::popc(present);
   }
 };
 
-// One warp: dst = round(sums of the nodes, ascending, then the rows after them). This node's sum is
+// One warp: dst = round(biases, then the nodes' sums in their order). This node's sum is
 // computed from its rows and rounded like the others. All loads of a step are issued before the
 // first row is added: otherwise each would cost a trip to memory. A sum lives for one vector of a
 // step, which leaves registers for loads.
@@ -236,7 +247,7 @@ DC_DEVICE void reduce_node_weights(const InternodeCombineArgs& args, const RowLi
     float own = 0.0f, sum = 0.0f;
     for (int idx = 0; idx < list.num_local; ++idx)
       own += arch::ld_weak(list.weights(args, idx) + k);
-    for (int idx = list.num_local; idx < list.num_rows; ++idx) {
+    for (int idx = list.first_sum; idx < list.num_rows; ++idx) {
       if (idx == list.own_sum_at) sum += own;
       sum += arch::ld_weak(list.weights(args, idx) + k);
     }

@@ -2,6 +2,7 @@
 // other blocks, here or at a peer, so all must run at once.
 #pragma once
 
+#include "device/internode/barrier.cuh"
 #include "device/internode/combine.cuh"
 #include "device/internode/count.cuh"
 #include "device/internode/dispatch.cuh"
@@ -32,6 +33,14 @@ struct InternodeNotifyKernel {
   static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 1024;
   DC_DEVICE static void run(const Args& args) { internode_notify(args); }
+};
+
+struct InternodeBarrierKernel {
+  using Args = InternodeBarrierArgs;
+  static constexpr Kernel kName = Kernel::kBarrier;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = kWarpSize;
+  DC_DEVICE static void run(const Args& args) { internode_barrier(args); }
 };
 
 template <bool kIsQuantised>

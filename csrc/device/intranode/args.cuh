@@ -7,16 +7,9 @@
 #include "device/layout/workspace.cuh"
 #include "device/move/quantise.cuh"
 #include "device/move/reduce.cuh"
+#include "device/move/sum_order.cuh"
 
 namespace deep_comm {
-
-// A rank's top-k indices.
-struct TopkIdx {
-  const void* data;  // [T, K] int32 or int64, or null
-  int element_bytes;
-  int num_topk;
-  int num_experts;
-};
 
 struct LayoutArgs {
   World world;
@@ -29,6 +22,10 @@ struct LayoutArgs {
   int32_t* num_tokens_per_node;    // out [num_nodes], or null
   int32_t* num_tokens_per_expert;  // out [E]
   uint8_t* is_token_in_rank;       // out [T, R]
+};
+
+struct BarrierArgs {
+  World world;
 };
 
 // What all ranks must agree on before a dispatch. notify_dispatch compares it field by field.
@@ -54,20 +51,21 @@ enum class HeaderField : int {
   kBadExpertIndex,  // this rank's routing had an index out of range
   kCount
 };
-inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
-                                                    "num_topk",
-                                                    "row_bytes",
-                                                    "scale_row_bytes",
-                                                    "num_channels (config.num_sms)",
-                                                    "config.num_max_nvl_chunked_send_tokens",
-                                                    "config.num_max_nvl_chunked_recv_tokens",
-                                                    "expert_alignment with expand (0: without)",
-                                                    "topk_weights (1: given)",
-                                                    "num_tokens",
-                                                    "output_line",
-                                                    "src_line",
-                                                    "output_rows",
-                                                    "topk_idx"};
+inline constexpr const char* kHeaderFieldNames[] = {
+    "num_experts",
+    "num_topk",
+    "row_bytes (hidden size of x times the size of its elements)",
+    "scale_row_bytes (scales of a row times their size)",
+    "num_channels (config.num_sms)",
+    "config.num_max_nvl_chunked_send_tokens",
+    "config.num_max_nvl_chunked_recv_tokens",
+    "expert_alignment with expand (0: without)",
+    "topk_weights",
+    "num_tokens",
+    "output_line",
+    "src_line",
+    "output_rows",
+    "topk_idx"};
 static_assert(sizeof(kHeaderFieldNames) / sizeof(char*) ==
               static_cast<size_t>(HeaderField::kCount));
 static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);
@@ -314,6 +312,7 @@ struct CombineArgs {
   const uint8_t* x;              // [N, row_bytes]
   const float* topk_weights;     // [N, K], or null
   const uint8_t* bias[2];        // [T, row_bytes], or null
+  SumOrder order;                // of a token's rows, after the biases
   uint8_t* combined_x;           // out [T, row_bytes]
   float* combined_topk_weights;  // out [T, K], or null
 };

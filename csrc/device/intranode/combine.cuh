@@ -3,8 +3,9 @@
 // in     x [N, H] in dispatch's order, optional topk_weights [N, K]; optional bias_0, bias_1
 //        [T, H]; rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, send_head
 //        of the dispatch
-// out    combined_x [T, H] = round(((0 + x of rank a) + x of rank b + …) + bias_0 + bias_1), ranks
-//        ascending, in float32, rounded once; combined_topk_weights [T, K] likewise in float32
+// out    combined_x [T, H] = round(((0 + bias_0 + bias_1) + x of rank a) + x of rank b + …), ranks
+//        ascending or in the order of the token's last selections there (SumOrder), in float32,
+//        rounded once; combined_topk_weights [T, K] likewise in float32
 // modes  staged (combine_staged.cuh) if every rank has room for all rows that return to it, which
 //        it announces at entry as in dispatch; otherwise rings (combine_ring.cuh). This rank's own
 //        rows are read where they are

@@ -22,8 +22,8 @@ struct TokenWindow {
     int token;
     int own_row;  // of x
     int16_t num_rows;
-    int16_t num_received;  // of them; the rest are biases
-    int16_t own_position;  // among them, or -1
+    int16_t num_biases;    // of them, the first; the rest has come from ranks
+    int16_t own_position;  // of this rank's row among the latter, or -1
   };
   Slot slots[kMaxSlots];
   uint8_t ready[kNumReady];  // the slot of the i-th token whose rows have all arrived
@@ -33,7 +33,7 @@ struct TokenWindow {
 
 struct CombineEntry {
   static constexpr int kMaxReduceWarps = 32;
-  static constexpr int kMaxRows = kMaxRanks + 2;  // of one token: one per rank, then the biases
+  static constexpr int kMaxRows = kMaxRanks + 2;  // of one token: the biases, then one per rank
 
   CombineMode mode;
   uint32_t staging_lines[kMaxRanks];  // staged mode: where every rank's staging begins

@@ -6,6 +6,17 @@
 
 namespace deep_comm {
 
+// The addresses of `token`'s biases; returns their number.
+DC_DEVICE int find_biases(const CombineArgs& args, int token, const uint8_t** rows) {
+  int num_biases = 0;
+  DC_UNROLL
+  for (int bias = 0; bias < 2; ++bias) {
+    if (args.bias[bias] == nullptr) continue;
+    rows[num_biases++] = args.bias[bias] + static_cast<int64_t>(token) * args.message.row_bytes;
+  }
+  return num_biases;
+}
+
 // combined_topk_weights[token], summed over num_received rows.
 DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, int num_received,
                            int own_position, int64_t own_row, int token) {
@@ -28,24 +39,18 @@ DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, 
 template <Dtype kDtype>
 DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int token,
                          const uint8_t* row, int64_t own_row) {
-  const int lane = arch::lane_idx(), rank = args.world.rank;
+  const int rank = args.world.rank;
   const uint32_t present = arch::ballot(kFullMask, row != nullptr);
-  const int position = arch::popc(present & ((1u << lane) - 1));
-  if (row != nullptr) rows[position] = row;
+  const uint32_t positions = args.order.positions(token, present);
   const int num_received = arch::popc(present);
-  const int64_t offset = static_cast<int64_t>(token) * args.message.row_bytes;
-  int num_rows = num_received;
-  DC_UNROLL
-  for (int bias = 0; bias < 2; ++bias) {
-    if (args.bias[bias] == nullptr) continue;
-    if (lane == 0) rows[num_rows] = args.bias[bias] + offset;
-    ++num_rows;
-  }
+  const int num_biases = find_biases(args, token, rows);  // every lane stores the same
+  if (row != nullptr) rows[num_biases + (positions >> (4 * arch::lane_idx()) & 15u)] = row;
   arch::sync_warp();  // the rows' addresses, and each lane's acquire, before any lane follows them
-  reduce_rows<kDtype>(args.combined_x + offset, rows, num_rows, args.message.row_bytes / 16);
-  const int own_position =
-      (present >> rank & 1u) != 0 ? arch::popc(present & ((1u << rank) - 1)) : -1;
-  add_weights(args, rows, num_received, own_position, own_row, token);
+  reduce_rows<kDtype>(args.combined_x + static_cast<int64_t>(token) * args.message.row_bytes, rows,
+                      num_biases + num_received, args.message.row_bytes / 16);
+  const bool has_own = (present >> rank & 1u) != 0;
+  const int own_position = has_own ? static_cast<int>(positions >> (4 * rank) & 15u) : -1;
+  add_weights(args, rows + num_biases, num_received, own_position, own_row, token);
 }
 
 // The first row of x that `src` sent, if it sent any.

@@ -71,9 +71,10 @@ DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& a
     EntryWatch<2> watch{&line->arrived,
                         {&line->staging_line[parity], &line->staging_rows[parity]},
                         context.generation,
+                        args.signature,
                         0,
                         {}};
-    ok = await_entry(context, watch, Stage::kEntryBarrier, peer, args.signature);
+    ok = await_entry(context, watch, Stage::kEntryBarrier, peer);
     has_room = world.is_absent(peer) || (watch.value(0) != 0 && num_rows <= watch.value(1));
     staging_lines[peer] = watch.value(0);
   }

@@ -203,7 +203,7 @@ class TokenWatch {
     if (wants && token < num_tokens) look_up(static_cast<int>(token));
   }
 
-  // Fills this lane's slot: the rows of `token`, ranks ascending, then the biases.
+  // Fills this lane's slot: the biases of `token`, then its rows in their order.
   DC_DEVICE void look_up(int token) {
     const int num_ranks = args_.world.num_ranks, rank = args_.world.rank;
     const int channel = token / per_channel_, num_channels = args_.ring.num_channels;
@@ -221,36 +221,37 @@ class TokenWatch {
       row_of[peer] = head < 0 ? -1 : before + head;
     }
     TokenWindow::Slot& slot = entry_->window.slots[arch::lane_idx()];
-    uint32_t num_rows = 0;
+    uint32_t present = 0;
+    DC_UNROLL
+    for (int peer = 0; peer < kMaxRanks; ++peer) {
+      // A worst-case handle may name rows that were dropped. dispatch has reported that.
+      const bool is_dropped = peer == rank && own_first_ + row_of[peer] >= args_.num_rows;
+      if (row_of[peer] >= 0 && !is_dropped) present |= 1u << peer;
+    }
+    const uint32_t positions = args_.order.positions(token, present);
+    const int num_biases = find_biases(args_, token, slot.rows);
     int own_position = -1, own_row = 0;
     DC_UNROLL
     for (int peer = 0; peer < kMaxRanks; ++peer) {
-      if (peer >= num_ranks || row_of[peer] < 0) continue;
-      const int row = row_of[peer];
+      if ((present >> peer & 1u) == 0) continue;
+      const int row = row_of[peer], position = positions >> (4 * peer) & 15u;
       if (peer == rank) {
-        // A worst-case handle may name rows that were dropped. dispatch has reported that.
-        if (own_first_ + row >= args_.num_rows) continue;
         own_row = own_first_ + row;
-        own_position = num_rows;
+        own_position = position;
         // The peers' rows reach the cache as they land. This row is still in memory.
         arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
                             args_.message.row_bytes);
-        slot.rows[num_rows++] = args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
+        slot.rows[num_biases + position] =
+            args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
       } else {
-        slot.rows[num_rows++] =
+        slot.rows[num_biases + position] =
             staging_slot(args_, rank, args_.staging_line, entry_->window.first_staged[peer] + row);
         chunk_[peer] = static_cast<uint32_t>(row) / entry_->window.chunk_rows[peer];
         pending_ |= 1u << peer;
       }
     }
-    slot.num_received = num_rows;
-    DC_UNROLL
-    for (int bias = 0; bias < 2; ++bias) {
-      if (args_.bias[bias] == nullptr) continue;
-      slot.rows[num_rows++] =
-          args_.bias[bias] + static_cast<int64_t>(token) * args_.message.row_bytes;
-    }
-    slot.num_rows = num_rows;
+    slot.num_biases = num_biases;
+    slot.num_rows = num_biases + arch::popc(present);
     slot.own_position = own_position;
     slot.own_row = own_row;
     slot.token = token;
@@ -329,7 +330,8 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
     reduce_rows<kDtype>(args.combined_x + offset, slot.rows, slot.num_rows,
                         args.message.row_bytes / 16, member, teams.size);
     if (member == 0) {
-      add_weights(args, slot.rows, slot.num_received, slot.own_position, slot.own_row, slot.token);
+      add_weights(args, slot.rows + slot.num_biases, slot.num_rows - slot.num_biases,
+                  slot.own_position, slot.own_row, slot.token);
     }
     arch::sync_warp();  // all lanes have read the slot
     if (arch::lane_idx() == 0) {

@@ -59,9 +59,10 @@ DC_DEVICE bool await_output(const Context& context, const DispatchArgs& args, in
   EntryWatch<3> watch{&line->arrived,
                       {&line->output_line, &line->src_line, &line->output_rows},
                       context.generation,
+                      args.signature,
                       0,
                       {}};
-  const bool ok = await_entry(context, watch, Stage::kEntryBarrier, peer, args.signature);
+  const bool ok = await_entry(context, watch, Stage::kEntryBarrier, peer);
   *words = {watch.value(0), watch.value(1), watch.value(2)};
   return ok;
 }

@@ -2,6 +2,7 @@
 // other blocks, here or at a peer, so all must run at once.
 #pragma once
 
+#include "device/intranode/barrier.cuh"
 #include "device/intranode/combine.cuh"
 #include "device/intranode/dispatch.cuh"
 #include "device/intranode/expand.cuh"
@@ -52,6 +53,14 @@ struct CombineKernel {
   // 26 warps leave 72 registers per thread: loads of four rows in flight without spilling.
   static constexpr int kMaxThreads = 832;
   DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }
+};
+
+struct BarrierKernel {
+  using Args = BarrierArgs;
+  static constexpr Kernel kName = Kernel::kBarrier;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = kWarpSize;
+  DC_DEVICE static void run(const Args& args) { barrier(args); }
 };
 
 struct NumberRowsKernel {

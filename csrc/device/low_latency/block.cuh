@@ -408,11 +408,11 @@ DC_DEVICE uint32_t rank_bit(const PreparedExpertMap& experts, int expert) {
 }
 
 // An expert index as the user passed it; -1 and a report for one that is out of range.
-DC_DEVICE int checked_expert(const Context& context, int expert, int64_t position,
+DC_DEVICE int checked_expert(const Context& context, int expert, int64_t position, int num_topk,
                              int num_experts) {
   if (expert >= -1 && expert < num_experts) return expert;
   report_error(context, {ErrorKind::kExpertIndex,
-                         {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, -1},
+                         {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, num_topk},
                          static_cast<uint64_t>(static_cast<int64_t>(expert)),
                          static_cast<uint64_t>(num_experts),
                          0,

@@ -52,7 +52,7 @@ struct TokenRouting {
       if (k >= num_topk) continue;
       experts[part] =
           checked_expert(context, raw.get(part), static_cast<int64_t>(token) * num_topk + k,
-                         args.shape.num_experts);
+                         num_topk, args.shape.num_experts);
       memory.own_experts[warp * num_topk + k] = experts[part];
       mask |= rank_bit(args.experts, experts[part]);
     }

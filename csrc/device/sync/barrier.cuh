@@ -10,6 +10,10 @@ namespace deep_comm {
 // What a rank is about to run, in 32 bits: 4 bits for the kernel, 28 bits of a hash over its
 // arguments.
 struct Operation {
+  static Kernel kernel_of(uint64_t signature) {
+    return static_cast<Kernel>(static_cast<uint32_t>(signature) >> 28);
+  }
+
   // The signature of no kernel. A rank sends it when its peers on the rail run something else.
   static constexpr uint32_t kDisputed = 0;
 
@@ -58,12 +62,14 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature,
                        Tagged::pack(context.generation, signature));
 }
 
-// A peer's arrival and the words announced with it: complete when all are of this generation.
+// A peer's arrival and the words announced with it: complete when all are of this generation, or
+// when the peer has entered another operation, which announces other words.
 template <int kNumWords>
 struct EntryWatch {
   const uint64_t* arrived;
   const uint64_t* words[kNumWords];
   uint32_t generation;
+  uint32_t signature;
   uint64_t arrival;
   uint64_t seen_words[kNumWords];
 
@@ -71,7 +77,10 @@ struct EntryWatch {
     DC_UNROLL
     for (int idx = 0; idx < kNumWords; ++idx) seen_words[idx] = arch::ld_relaxed_sys(words[idx]);
     arrival = arch::ld_acquire_sys(arrived);
-    return Tagged::unpack(arrival).has_reached(generation) && first_missing() == kNumWords;
+    const Tagged seen = Tagged::unpack(arrival);
+    if (!seen.has_reached(generation)) return false;
+    return first_missing() == kNumWords ||
+           (seen.generation == generation && seen.value != signature);
   }
   DC_DEVICE uint32_t value(int idx) const { return Tagged::unpack(seen_words[idx]).value; }
   DC_DEVICE uint64_t seen() const { return arrival; }
@@ -114,7 +123,7 @@ DC_DEVICE bool agrees_on_operation(const Context& context, Stage stage, int peer
 // Does not wait for an absent rank, whose words are zeros.
 template <int kNumWords>
 DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch, Stage stage,
-                           int peer, uint32_t signature) {
+                           int peer) {
   if (arch::fault(Fault::kSkipEntryBarrier)) {
     watch.look();
     return true;
@@ -122,12 +131,13 @@ DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch,
   if (is_skipped(context.world, peer)) return true;
   const WaitFor wait{stage, Word::kArrived, peer, -1};
   const bool is_out = is_masked_out(context.world);  // loaded together with the peer's words
-  if (!await_watch(context, watch, wait, Tagged::pack(context.generation, signature))) return false;
+  const uint64_t expected = Tagged::pack(context.generation, watch.signature);
+  if (!await_watch(context, watch, wait, expected)) return false;
   if (is_out) {
     report_masked_out(context, wait, 0);
     return false;
   }
-  return agrees_on_operation(context, stage, peer, watch.arrival, signature);
+  return agrees_on_operation(context, stage, peer, watch.arrival, watch.signature);
 }
 
 // Waits until every rank that is not absent has entered this generation. The whole warp calls it.

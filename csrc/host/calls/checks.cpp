@@ -33,6 +33,9 @@ CheckedRouting check_routing(const CallContext& context, const DispatchRequest& 
     if (!idx.is_given()) refuse_argument("topk_idx", {}, "is needed to compute the layout");
     return routing;
   }
+  if (idx.is_given() && !names_experts && !per_rank.is_given() && !mask.is_given()) {
+    refuse_argument("num_experts", {}, "is needed with topk_idx (or give get_dispatch_layout's)");
+  }
   const std::pair<const char*, const TensorRef*> layout[] = {
       {"num_tokens_per_rank", &per_rank},
       {"is_token_in_rank", &mask},
@@ -150,12 +153,21 @@ CheckedCombine check_combine(const CallContext& context, const CombineRequest& r
                    {{handle.num_tokens, checked.hidden}, {checked.type}}, device);
     checked.bias[item] = memory.address_of(bias);
   }
+  const TensorRef& topk_idx = request.topk_idx;
+  if (topk_idx.is_given()) {
+    require_tensor("topk_idx", topk_idx, {{handle.num_tokens, -1}, {kInt64, kInt32}}, device);
+    if (handle.num_experts == 0) refuse_handle("num_experts = 0", "must know it, for topk_idx");
+    checked.order = SumOrder::of(
+        {reinterpret_cast<const void*>(memory.non_null(topk_idx.address)), topk_idx.type.num_bytes,
+         static_cast<int>(topk_idx.shape[1]), handle.num_experts},
+        context.group.num_ranks, context.group.is_internode() ? context.group.ranks_per_node : 1);
+  }
   return checked;
 }
 
 std::vector<const void*> inputs_of(const CombineRequest& request) {
   return {request.x.object, request.topk_weights.object, request.bias[0].object,
-          request.bias[1].object};
+          request.bias[1].object, request.topk_idx.object};
 }
 
 ReducedRows reduce_experts(CallContext& context, CheckedCombine& combine,

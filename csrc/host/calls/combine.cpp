@@ -91,6 +91,7 @@ class LaunchedInNodeCombine : public ReservedInNodeCombine {
     args.x = pointer_of<uint8_t>(combine_.x);
     args.topk_weights = pointer_of<float>(combine_.weights);
     for (int item = 0; item < 2; ++item) args.bias[item] = pointer_of<uint8_t>(combine_.bias[item]);
+    args.order = combine_.order;
     args.combined_x = pointer_of<uint8_t>(memory.non_null(combined_x_.address));
     if (combine_.weights != 0) {
       args.combined_topk_weights = pointer_of<float>(memory.non_null(combined_weights_.address));

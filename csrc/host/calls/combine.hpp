@@ -14,6 +14,7 @@ struct CombineRequest {
   TensorRef topk_weights;
   TensorRef bias[2];
   int num_bias_items = -1;  // of a tuple or list; -1: a tensor, or none
+  TensorRef topk_idx;       // whose order the sums follow; not given: ranks ascending
   bool apply_weights = false;
   ConfigChoice config;
   StreamOptions streams;
@@ -37,6 +38,7 @@ struct CheckedCombine {
   uintptr_t weights = 0;      // that come home, [N, K] or of an expanded output [M]; 0: none
   uintptr_t row_weights = 0;  // [M], multiplied with the rows; 0: none
   uintptr_t bias[2] = {0, 0};
+  SumOrder order{};
 };
 // Throws CallError: kArgument, kHandleMismatch. The checks of Buffer.combine, in its order.
 CheckedCombine check_combine(const CallContext& context, const CombineRequest& request);

@@ -32,8 +32,13 @@ void require_kinds(const GivenHandle& given, const std::array<Kind, kCount>& kin
   if (given.num_items != static_cast<int>(kCount)) {
     std::string value = given.type_name;
     if (given.num_items >= 0) value += " of " + std::to_string(given.num_items) + " items";
+    const char* hint = given.num_items >= 0            ? ""
+                       : given.type_name == "Tensor"   ? " (pass topk_idx by name)"
+                       : given.type_name == "NoneType" ? " (a dispatch with a handle returns none: "
+                                                         "use the handle that it was given)"
+                                                       : "";
     refuse_argument("handle", std::move(value),
-                    std::string("must be what ") + made_by + " returned");
+                    std::string("must be what ") + made_by + " returned" + hint);
   }
   for (size_t position = 0; position < kCount; ++position) {
     const Kind& kind = kinds[position];

@@ -104,6 +104,7 @@ class LaunchedTierCombine : public ReservedTierCombine {
     args.topk_weights = pointer_of<float>(checked_.weights);
     args.bias[0] = pointer_of<uint8_t>(checked_.bias[0]);
     args.bias[1] = pointer_of<uint8_t>(checked_.bias[1]);
+    args.order = checked_.order;
     args.combined_x = pointer_of<uint8_t>(memory.non_null(combined_x_.address));
     if (checked_.weights != 0) {
       args.combined_topk_weights = pointer_of<float>(memory.non_null(combined_weights_.address));

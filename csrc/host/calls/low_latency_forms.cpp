@@ -100,8 +100,9 @@ Object LowLatencyDispatchRecord::part(std::string_view name) {
 int LowLatencyCalls::checked_num_blocks(const LowLatencyOptions& options) const {
   const EngineCalls& engine = context_.engine;
   if (engine.low_latency_bytes() == 0) {
-    refuse_argument("low_latency_mode", {},
-                    "must be True, with num_rdma_bytes, for low-latency calls");
+    refuse_argument("num_rdma_bytes", {},
+                    "must be get_low_latency_rdma_size_hint(...) and low_latency_mode True, in the "
+                    "Buffer's constructor, for low-latency calls");
   }
   const int most = engine.low_latency_max_experts(options.num_topk);
   if (options.num_experts > most) {

@@ -10,6 +10,7 @@ from elastic import ElasticCase, alone, main
 
 from deep_comm import local
 from deep_comm.compat.elastic import ElasticBuffer
+from deep_comm.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -69,6 +70,26 @@ def test_combine_honours_rewritten_metadata() -> None:
         rows = torch.tensor([10.0, 20.0, 30.0]).view(-1, 1).expand(3, 64).to(torch.bfloat16)
         combined, _, _ = buffer.combine(rows.contiguous(), handle)
         assert combined[:, 0].tolist() == [30.0, 10.0, 20.0, 0.0]
+
+    alone(fn)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_metadata_may_be_cut_to_the_rows_that_arrived(sync: bool) -> None:
+    def fn(buffer, x, idx):
+        _, _, _, handle, _ = buffer.dispatch(
+            x, idx, num_experts=4, do_expand=True, do_cpu_sync=sync
+        )
+        num_recv_tokens = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        handle.recv_src_metadata = handle.recv_src_metadata[:num_recv_tokens]
+        assert handle.recv_src_metadata.shape == (4, 4)
+        rows = torch.arange(1, 8).view(-1, 1).expand(7, 64).to(torch.bfloat16)
+        combined, _, _ = buffer.combine(rows.contiguous(), handle)
+        # By expert: tokens 0 and 3, 0 and 1, 1 and 2, 3.
+        assert combined[:, 0].tolist() == [1.0 + 3.0, 4.0 + 5.0, 6.0, 2.0 + 7.0]
+        for wrong in (handle.recv_src_metadata.long(), handle.recv_src_metadata[:, 1:]):
+            with pytest.raises(ArgumentError, match="recv_src_metadata"):
+                handle.recv_src_metadata = wrong
 
     alone(fn)
 

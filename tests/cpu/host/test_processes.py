@@ -15,6 +15,7 @@ from roundtrip import run_case, verify
 
 import deep_comm
 from deep_comm import _core, errors, processes
+from deep_comm.ranks import rendezvous
 
 # One worker runs these one after the other: they measure time and look at /dev/shm.
 TIMEOUT_S = 3.0
@@ -185,6 +186,43 @@ def test_a_silent_rank_is_named_and_the_buffer_goes_on_after_reset() -> None:
     for rank in (0, 2):
         peer, stage, word = results[rank][0]
         assert peer == 1 and stage and word
+
+
+def _builds_alone(group, missing: int):
+    rendezvous.LEAST_MEETING_S = 1.0
+    if group.rank() == missing:
+        with pytest.raises(errors.ArgumentError):
+            deep_comm.Buffer(group, -1, device="cpu")  # its constructor fails
+        time.sleep(4.0)  # and it goes on with something else
+        return None
+    started = time.monotonic()
+    with pytest.raises(errors.PeerLost) as caught:
+        deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=0.5)
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_builds_no_buffer_is_named_within_the_deadline(missing: int) -> None:
+    for rank, found in enumerate(forked.run(_builds_alone, 3, missing)):
+        if rank != missing:
+            text, took = found
+            assert f"rank {missing} did not come" in text and took < 3.5
+
+
+def _dies_before_it_builds(group, victim: int):
+    if group.rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(errors.PeerLost) as caught:
+        deep_comm.Buffer(group, 1 << 20, device="cpu")
+    return str(caught.value)
+
+
+def test_a_rank_that_has_died_is_a_lost_peer_at_once() -> None:
+    started = time.monotonic()
+    ended = forked.outcomes(_dies_before_it_builds, 3, 1)
+    assert time.monotonic() - started < 25
+    for rank in (0, 2):
+        assert ended[rank].error is None, ended[rank].traceback
 
 
 def _pid_and_variable(group, failing: int | None = None, dying: int | None = None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,7 @@ STRIDED = torch.zeros(T, 2 * H, dtype=torch.bfloat16)[:, ::2]
 DISPATCH_CASES = {
     "x of a list": ({"x": [1, 2, 3]}, "x", "3 items"),
     "x of a string": ({"x": "tokens"}, "x", "str"),
-    "x of one dimension": ({"x": torch.zeros(T * H)}, "x", "[any, any]"),
+    "x of one dimension": ({"x": torch.zeros(T * H)}, "x", "[tokens, hidden]"),
     "x not contiguous": ({"x": STRIDED}, "x", "contiguous"),
     "x of 24-byte rows": ({"x": torch.zeros(T, 6)}, "x", "24 bytes"),
     "x without columns": ({"x": torch.zeros(T, 0)}, "x", "0 bytes"),
@@ -107,7 +108,7 @@ DISPATCH_CASES = {
     "topk_idx of other rows": (
         {"topk_idx": torch.zeros(T - 1, K, dtype=torch.int64)},
         "topk_idx",
-        f"[{T}, any]",
+        f"[{T}, top-k]",
     ),
     "topk_idx of 65 columns": (
         {"topk_idx": torch.zeros(T, 65, dtype=torch.int64), "topk_weights": None},
@@ -126,6 +127,16 @@ DISPATCH_CASES = {
     ),
     "topk_weights alone": ({"topk_idx": None}, "topk_weights", "topk_idx"),
     "no layout": ({"num_tokens_per_rank": None}, "num_tokens_per_rank", "needed"),
+    "neither layout nor num_experts": (
+        dict.fromkeys(("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert")),
+        "num_experts",
+        "needed with topk_idx",
+    ),
+    "topk_idx in the place of the handle": (
+        {"handle": torch.zeros(T, K, dtype=torch.int64), "topk_idx": None, "topk_weights": None},
+        "handle",
+        "pass topk_idx by name",
+    ),
     "layout of int64": (
         {"num_tokens_per_rank": torch.zeros(1, dtype=torch.int64)},
         "num_tokens_per_rank",
@@ -204,7 +215,11 @@ COMBINE_CASES = {
         "handle",
         "6 received rows",
     ),
-    "weights of other rows": ({"topk_weights": torch.zeros(T + 1, K)}, "topk_weights", "[6, any]"),
+    "weights of other rows": (
+        {"topk_weights": torch.zeros(T + 1, K)},
+        "topk_weights",
+        "[6, top-k]",
+    ),
     "weights of float16": (
         {"topk_weights": torch.zeros(T, K, dtype=torch.float16)},
         "topk_weights",
@@ -222,7 +237,7 @@ COMBINE_CASES = {
         "bias[1]",
         "[6, 64]",
     ),
-    "no handle": ({"handle": None}, "handle", "NoneType"),
+    "no handle": ({"handle": None}, "handle", "NoneType", "with a handle returns none"),
     "a tuple of five": ({"handle": (None,) * 5}, "handle", "5 items"),
     "another channel count": ({"config": Config(4, 1, 1)}, "handle", "1 channels"),
 }
@@ -285,6 +300,7 @@ def test_an_expert_index_out_of_range_is_named_with_its_place(bad: int) -> None:
         with pytest.raises(ExpertIndexError) as caught:
             buffer.get_dispatch_layout(idx, E)
         assert (caught.value.rank, caught.value.position) == (0, 3 * K + 1)
+        assert "topk_idx[3, 1]" in str(caught.value)
         assert caught.value.num_experts == E
         _require_working(buffer)
 
@@ -364,6 +380,7 @@ def test_a_given_config_that_does_not_fit_is_not_shrunk() -> None:
         ({"timeout_s": float("nan")}, "timeout_s"),
         ({"ranks_per_node": 0}, "ranks_per_node"),
         ({"ranks_per_node": "2"}, "ranks_per_node"),
+        ({"ranks_per_node": 3}, "ranks_per_node"),
         ({"device": "quantum"}, "device"),
         ({"device": "meta"}, "device"),
     ],
@@ -390,10 +407,27 @@ def test_a_buffer_without_room_says_how_much_it_needs() -> None:
 
 
 def test_a_buffer_needs_a_group_or_a_communicator() -> None:
-    for group in (None, object()):
-        with pytest.raises(ArgumentError) as caught:
+    # -100: what torch.distributed.new_group returns to a process that is not in the group.
+    for group, text in ((None, "init_process_group"), (object(), "must be"), (-100, "process")):
+        with pytest.raises(ArgumentError, match=text) as caught:
             Buffer(group, device="cpu")
         assert caught.value.argument == "group"
+
+
+def test_a_gradient_that_is_lost_is_warned_of() -> None:
+    def body(buffer: Buffer) -> None:
+        given = _inputs()
+        options = {"topk_idx": given["topk_idx"], "num_experts": E}
+        x = given["x"].requires_grad_()
+        with pytest.warns(UserWarning, match=r"Buffer\.dispatch has no gradient"):
+            recv_x, *_, handle, _ = buffer.dispatch(x, **options)
+        with pytest.warns(UserWarning, match=r"Buffer\.combine has no gradient"):
+            buffer.combine(recv_x.detach().requires_grad_(), handle)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            buffer.dispatch(x, **options)
+
+    _alone(body)
 
 
 def test_groups_that_do_not_fit_are_refused_on_every_rank() -> None:

@@ -153,36 +153,57 @@ def test_worst_case_rows_are_marked(inputs) -> None:
     assert (result.recv_src_idx[count:] == -1).all()
 
 
+@pytest.mark.parametrize("by_selections", [False, True])
 @pytest.mark.parametrize("num_biases", [0, 1, 2])
-def test_combine_adds_ranks_in_order_then_biases_and_rounds_once(num_biases: int, inputs) -> None:
+def test_combine_adds_biases_then_ranks_in_order_and_rounds_once(
+    num_biases: int, by_selections: bool, inputs
+) -> None:
     xs, idx, weights = inputs
     results = reference.dispatch(xs, idx, EXPERTS, weights)
     generator = torch.Generator().manual_seed(3)
-    # Magnitudes far apart make the order of the sum visible.
-    scale = torch.tensor([1.0, 1e4, 1e-3, 1e6]).repeat(HIDDEN // 4)
-    outputs = [
-        (torch.randn(r.recv_x.shape, generator=generator) * scale).to(torch.bfloat16)
-        for r in results
-    ]
-    parts = [
-        [torch.randn(t, HIDDEN, generator=generator).to(torch.bfloat16) for _ in range(2)]
-        for t in TOKENS
-    ]
+
+    def noise(num_rows: int) -> torch.Tensor:
+        """What is lost beside a large number is there if those cancel first."""
+        shape = (num_rows, HIDDEN)
+        large = torch.randint(-1, 2, shape, generator=generator) * 2.0**25
+        return (torch.randn(shape, generator=generator) + large).to(torch.bfloat16)
+
+    outputs = [noise(len(result.recv_x)) for result in results]
+    parts = [[noise(num_tokens) for _ in range(2)] for num_tokens in TOKENS]
     biases = [{0: None, 1: p[0], 2: (p[0], p[1])}[num_biases] for p in parts]
-    combined = reference.combine(outputs, results, [r.recv_topk_weights for r in results], biases)
+    combined = reference.combine(
+        outputs, results, [r.recv_topk_weights for r in results], biases,
+        idx if by_selections else None, EXPERTS,
+    )  # fmt: skip
+    num_unlike = torch.zeros(2)  # elements that other orders would give other bits
     for source in range(RANKS):
         for token in range(TOKENS[source]):
-            total = torch.zeros(HIDDEN)
-            total_weights = torch.zeros(TOPK)
-            for rank, result in enumerate(results):
+            owners = [_owner(int(expert), EXPERTS, RANKS) for expert in idx[source][token]]
+            ranks = sorted(set(owners) - {None})
+            if by_selections:
+                ranks.sort(key=lambda rank: max(k for k, o in enumerate(owners) if o == rank))
+            received = []
+            for rank in ranks:
+                result = results[rank]
                 hit = (result.recv_src_rank == source) & (result.recv_src_idx == token)
-                for row in hit.nonzero().flatten().tolist():
-                    total += outputs[rank][row].float()
-                    total_weights += result.recv_topk_weights[row]
-            for part in parts[source][:num_biases]:
-                total += part[token].float()
-            assert torch.equal(combined[source][0][token], total.to(torch.bfloat16))
-            assert torch.equal(combined[source][1][token], total_weights)
+                (row,) = hit.nonzero().flatten().tolist()
+                received.append((outputs[rank][row], result.recv_topk_weights[row]))
+            biases_of_token = [part[token] for part in parts[source][:num_biases]]
+
+            def total(rows):
+                result = torch.zeros(HIDDEN)
+                for row in rows:
+                    result += row.float()
+                return result.to(torch.bfloat16)
+
+            rows = [row for row, _ in received]
+            want = total([*biases_of_token, *rows])
+            assert torch.equal(combined[source][0][token], want)
+            weights_of_token = sum((given for _, given in received), torch.zeros(TOPK))
+            assert torch.equal(combined[source][1][token], weights_of_token)
+            num_unlike[0] += (total([*biases_of_token, *rows[::-1]]) != want).sum()
+            num_unlike[1] += (total([*rows, *biases_of_token]) != want).sum()
+    assert num_unlike[0] > 0 and (num_unlike[1] > 0) == (num_biases > 0)
 
 
 def test_a_token_sent_nowhere_gives_zeros_or_its_bias() -> None:

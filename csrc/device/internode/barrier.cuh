@@ -1,0 +1,29 @@
+// internode_barrier: ends on every rank after all ranks of all nodes have entered it.
+//
+// grid   one block of one warp; lane p handles local rank p, and nodes p, p + 32, …
+// words  arrived (rail), arrived (node) · as at the entry of every kernel over both tiers
+// after  on this rank's stream: what every rank's stream had done before
+#pragma once
+
+#include "device/internode/tiers.cuh"
+
+namespace deep_comm {
+
+DC_DEVICE void internode_barrier(const InternodeBarrierArgs& args) {
+  const TierContexts contexts = TierContexts::make(args.world, args.tiers, Kernel::kBarrier);
+  const RailTier& tier = args.tiers.rail;
+  const uint32_t signature = Operation::signature(Kernel::kBarrier, nullptr, 0);
+  note_in_block(contexts.node, TraceStep::kBegun);
+  announce_on_rail(contexts.rail, tier, signature);
+  if (await_rail_arrivals(contexts.rail, tier, signature)) {
+    announce_arrival(contexts.node, signature);
+    if (await_arrivals(contexts.node, Stage::kEntryBarrier, signature)) {
+      note_in_warp(contexts.node, TraceStep::kEntered);
+    }
+  } else {
+    announce_dispute(contexts);
+  }
+  leave_tiers(contexts);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,110 @@
+"""What tools/rival_tests rests on, without a network: files as published, verdicts that fail."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tool_modules
+import warm
+from rival import files, run
+from rival.parts import PARTS, Part
+
+PROGRAM = """
+import sys, time
+import deep_ep
+from deep_ep.utils.helper import answer
+assert answer == 42 and sys.argv[1:3] == ["--num-processes", "2"]
+print("asked", flush=True)
+if "--fail" in sys.argv:
+    raise AssertionError("not equal")
+while "--endless" in sys.argv:
+    print("round", flush=True)
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> files.Release:
+    """Of a repository with one test and one helper, whose files are in tmp_path / "fetched"."""
+    texts = {"tests/test_it.py": PROGRAM, "deep_ep/utils/helper.py": "answer = 42\n"}
+    repository = tmp_path / "repository"
+    for path, text in texts.items():
+        (repository / path).parent.mkdir(parents=True, exist_ok=True)
+        (repository / path).write_text(text)
+
+    def git(*command: str) -> str:
+        named = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(
+            ["git", *named, *command], cwd=repository, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "one")
+    hashes = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
+    made = files.Release(git("rev-parse", "HEAD"), hashes)
+    monkeypatch.setattr(run, "V2", made)
+    files.fetch(made, tmp_path / "fetched", str(repository))
+    return made
+
+
+def verdict(tmp_path: Path, part: Part, limit_s: float) -> run.Verdict:
+    site = tmp_path / "site"
+    run.make_site(tmp_path / "fetched", site)
+    return run.run(part, tmp_path / "fetched", site, "cpu", 2, limit_s, tmp_path / "log")
+
+
+def test_a_test_runs_over_the_drop_in_with_its_helpers(release, tmp_path: Path) -> None:
+    assert verdict(tmp_path, Part("it", release, "tests/test_it.py"), 60).failure is None
+
+
+def test_a_test_that_fails_is_a_failure_with_its_words(release, tmp_path: Path) -> None:
+    failure = verdict(tmp_path, Part("it", release, "tests/test_it.py", ("--fail",)), 60).failure
+    assert failure is not None and "AssertionError: not equal" in failure and "[1]" in failure
+
+
+@pytest.mark.parametrize("wanted, passes", [(2, True), (10**6, False)])
+def test_a_test_without_end_must_have_come_far_enough(
+    wanted: int, passes: bool, release, tmp_path: Path
+) -> None:
+    part = Part("it", release, "tests/test_it.py", ("--endless",), endless=("round", wanted))
+    assert (verdict(tmp_path, part, 15).failure is None) == passes
+
+
+def test_a_test_that_does_not_end_is_a_failure(release, tmp_path: Path) -> None:
+    part = Part("it", release, "tests/test_it.py", ("--endless",))
+    failure = verdict(tmp_path, part, 3).failure
+    assert failure is not None and "had not ended after 3 s" in failure
+
+
+def test_files_are_those_that_were_published(release, tmp_path: Path) -> None:
+    folder = tmp_path / "fetched"
+    files.files_of(release, folder)
+    changed = folder / release.short / "tests/test_it.py"
+    changed.write_text(PROGRAM + "\n")
+    with pytest.raises(files.NotFetched, match="not what was published"):
+        files.files_of(release, folder)
+    changed.unlink()
+    with pytest.raises(files.NotFetched, match="is not in"):
+        files.files_of(release, folder)
+    with pytest.raises(files.NotFetched, match="git"):
+        files.fetch(release, folder, str(tmp_path))
+
+
+def test_parts_have_names_of_their_own_and_files_that_are_pinned() -> None:
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    for part in PARTS:
+        assert part.program in part.release.hashes
+    for release in files.RELEASES:
+        assert all(len(digest) == 64 for digest in release.hashes.values())
+
+
+def test_the_tool_refuses_what_it_does_not_know() -> None:
+    command = [sys.executable, str(tool_modules.TOOLS / "rival_tests"), "nothing"]
+    done = warm.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no test nothing" in done.stderr

@@ -1,0 +1,1 @@
+"""DeepEP's own tests, fetched and run over the drop-in deep_ep: what tools/rival_tests rests on."""
