@@ -80,7 +80,6 @@ class Engine:
         """Tests: the number of the last kernel, on all ranks alike, while none
         runs (see docs/design/0001).
         """
-    has_rail: bool  # this target reaches other nodes
     rail_put_bytes: list[int]  # that this rank has put, [nodes, queues]
     @staticmethod
     def rail_workspace_bytes(
@@ -237,7 +236,6 @@ class BufferCalls:
 class DispatchRecord:
     """What a dispatch learned, as calls use it; see csrc/host/dispatch_record.hpp."""
 
-    is_given: bool  # made of a handle's tensors, which have its fields
     is_expanded: bool
     num_channels: int
     num_tokens: int
@@ -304,7 +302,6 @@ class Decoded:
     """What combine needs of a layer's decode batch."""
 
     record: LowLatencyRecord
-    topk_idx: Any
     exchange: int  # that its ranks have told of; 0: none
 
 class Prefilled:
@@ -425,7 +422,6 @@ class Streams:
     def __init__(self, door: object) -> None:
         """``door``: of _core.streams or _cuda.streams."""
     door: object
-    has_streams: bool
     def is_capturing(self, stream: int) -> bool: ...
     def capture_check(self, device: int, exchange_api: object) -> Callable[[], bool] | None:
         """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's;

@@ -188,10 +188,10 @@ class MaskedOut(DeepCommError):
 
 class CallInterrupted(DeepCommError):
     """An earlier call of this Buffer ended in the middle: a signal's handler had raised, as
-    Ctrl-C does.
+    Ctrl-C does, or there was no memory for rows that the other ranks were about to send.
 
-    The interrupted call itself raises what the handler raised (KeyboardInterrupt); the calls after
-    it raise this. The other ranks end with PeerTimeout.
+    The interrupted call itself raises what ended it (KeyboardInterrupt, torch.OutOfMemoryError);
+    the calls after it raise this. The other ranks end with PeerTimeout.
 
     Attributes: ``rank`` (this one).
 

@@ -12,11 +12,6 @@
 
 namespace deep_comm {
 
-template <class T>
-T* as_pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // Releases the GIL where the call may last: everywhere on a synchronous target; on the other in
 // waits, and in launches that wait for their kernel (`lasts`), which may need what other threads of
 // this process are about to launch.

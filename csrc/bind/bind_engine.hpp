@@ -62,7 +62,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
   engine.def(
       "shrink_barrier",
       [](Type& self, uint32_t absent, uint32_t number, uint64_t stream) {
-        const MaybeRelease<Target::kIsSynchronous> release(self.launches_last());
+        const MaybeRelease<Target::kIsSynchronous> release(self.launches_block());
         self.shrink_barrier(absent, number, stream);
       },
       py::kw_only(), "absent"_a, "number"_a, "stream"_a);

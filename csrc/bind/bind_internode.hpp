@@ -12,8 +12,6 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
   using Type = Engine<Target>;
   using ptr = uintptr_t;
 
-  engine.def_property_readonly_static("has_rail",
-                                      [](const py::object&) { return Target::kHasRail; });
   engine.def_static("rail_workspace_bytes", &rail_workspace_bytes, py::kw_only(), "num_nodes"_a,
                     "ranks_per_node"_a, "num_max_experts"_a);
   engine.def(
@@ -31,10 +29,10 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
             throw std::invalid_argument("rail_pes must have as many entries as rail_bases");
           }
           for (size_t peer = 0; peer < rail_pes.size(); ++peer) {
-            peers.push_back({as_pointer<uint8_t>(options.rail_bases[peer]), rail_pes[peer]});
+            peers.push_back({pointer_of<uint8_t>(options.rail_bases[peer]), rail_pes[peer]});
           }
-          options.rail.nvshmem = {as_pointer<const RailKernels>(rail_kernels), peers.data(),
-                                  as_pointer<uint8_t>(rail_base), as_pointer<int32_t>(rail_qps)};
+          options.rail.nvshmem = {pointer_of<const RailKernels>(rail_kernels), peers.data(),
+                                  pointer_of<uint8_t>(rail_base), pointer_of<int32_t>(rail_qps)};
         }
         self.enable_internode(options);
       },

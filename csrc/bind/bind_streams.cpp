@@ -47,7 +47,6 @@ void bind_streams(py::module_& m) {
       .def(py::init([](const py::object& door) { return behind<StreamTarget>(door); }),
            py::arg("door"))
       .def_property_readonly("door", [](const Target& self) { return door_of(self); })
-      .def_property_readonly("has_streams", &StreamTarget::has_streams)
       .def("is_capturing", &StreamTarget::is_capturing, py::arg("stream"))
       .def(
           "capture_check",

@@ -83,12 +83,22 @@ inline pybind11::object object_of(Object object) {
   return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(object.take()));
 }
 
-// A property of BufferCalls: the function of Python's that makes a call, see method_function. Ask for
-// it once.
-template <auto kMethod>
-void def_call(BufferClass& buffer, const char* name) {
-  buffer.def_property_readonly(name, [name](const std::shared_ptr<BoundBuffer>& self) {
-    return method_function<kMethod>(name, self, self->python.raise_recorded);
+inline const pybind11::object& raise_recorded_of(const BoundBuffer& self) {
+  return self.python.raise_recorded;
+}
+// Of what has calls of its own over a Buffer.
+template <class Calls>
+const pybind11::object& raise_recorded_of(const Calls& self) {
+  return self.buffer->python.raise_recorded;
+}
+
+// A property of the bound class: the function of Python's that makes a call, see method_function. Ask
+// for it once.
+template <auto kMethod, class Class>
+void def_call(Class& calls, const char* name) {
+  using Self = typename Class::type;
+  calls.def_property_readonly(name, [name](const std::shared_ptr<Self>& self) {
+    return method_function<kMethod>(name, self, raise_recorded_of(*self));
   });
 }
 

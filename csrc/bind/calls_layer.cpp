@@ -124,13 +124,14 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
 
   // ---- functions of Python's
   // (x, topk_idx, topk_weights, asks) -> ExpertBatch. asks: of "auto", all ranks learn the most tokens
-  // of any. The ranks of the host are told of it here, after all that can fail and before the launch,
-  // so that they know by the time they ask.
-  py::object decode(const Arguments<4>& given) {
-    return batch_of(send_decode(given, false).values);
-  }
+  // of any. The token count is published after every check and before the launch, so that the peers of
+  // this host know it when they ask.
+  py::object decode(const Arguments<4>& given) { return send_decode(given, false).batch; }
   // The same -> (ExpertBatch, hook), which receives.
-  py::object begin_decode(const Arguments<4>& given);
+  py::object begin_decode(const Arguments<4>& given) {
+    SentDecode sent = send_decode(given, true);
+    return py::make_tuple(std::move(sent.batch), std::move(sent.hook));
+  }
   // (x, topk_idx, topk_weights, is_bounded) -> ExpertBatch
   py::object prefill(const Arguments<4>& given) {
     return prefill_batch(dispatch(buffer->context, read_prefill(given, false)), is_bounded(given));
@@ -163,9 +164,8 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
 
  private:
   struct SentDecode {
-    py::dict values;
-    py::object by_expert;  // scales that are to be received first; null: none
-    LowLatencyCompletion completion;
+    py::object batch;
+    py::object hook;  // None: it has been received
   };
   struct Sums {
     py::object sums, receive;
@@ -179,6 +179,7 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
   TensorRef read_rows(PyObject* given, int64_t num_rows, py::object* kept) const;
   ConfigChoice config_of(PyObject* operation);
   SentDecode send_decode(const Arguments<4>& given, bool has_hook);
+  py::object hook_of_scales(py::object hook, py::dict values, py::object by_expert);
   Sums send_sums(const Arguments<2>& given, bool is_async);
   Sums send_sums(PyObject* given_rows, const Decoded& state, bool is_async);
   Sums send_sums(PyObject* given_rows, const Prefilled& state, bool is_async);
@@ -291,38 +292,6 @@ py::object LayerCalls::prefill_batch(DispatchResult result, bool is_bounded) con
 
 // ---- decode -----------------------------------------------------------------------------------------
 
-LayerCalls::SentDecode LayerCalls::send_decode(const Arguments<4>& given, bool has_hook) {
-  const auto [given_x, given_idx, given_weights, given_asks] = given;
-  const bool asks = read_flag(given_asks);
-  Tokens tokens = read_tokens(given_x, given_idx, given_weights);
-  fit_to_decode(&tokens, asks);
-  const bool tells = asks && counters;
-  if (tells) counters->claim();
-  LowLatencyCalls& calls = low_latency->calls;
-  // A kernel that stores to the host's memory ends 0.8 us later: it does so where there are no counters.
-  ReservedLowLatencyDispatch reserved =
-      calls.reserve(calls.check({.x = tokens.x,
-                                 .topk_idx = tokens.topk_idx,
-                                 .topk_weights = tokens.topk_weights,
-                                 .num_max_tokens = integer_of(form.num_slots),
-                                 .num_experts = integer_of(form.num_experts),
-                                 .use_fp8 = form.use_fp8,
-                                 .is_reporting = asks && !counters,
-                                 .has_hook = has_hook,
-                                 .is_flat = true}));
-  const uint64_t exchange = tells ? counters->publish(static_cast<uint64_t>(tokens.x.shape[0])) : 0;
-  LowLatencyDispatchResult sent = calls.launch(std::move(reserved));
-  const Keys& keys = Keys::get();
-  SentDecode decode{copy_of(decode_values), {}, std::move(sent.completion)};
-  set_value(decode.values, keys.x, object_of(std::move(sent.recv_x)));
-  set_value(decode.values, keys.num_tokens_per_expert, object_of(std::move(sent.recv_count)));
-  set_value(decode.values, keys.state,
-            py::cast(Decoded{std::move(sent.record), std::move(tokens.kept_idx), exchange}));
-  if (sent.recv_scales) decode.by_expert = object_of(std::move(sent.recv_scales));
-  if (!has_hook && decode.by_expert) set_scales(decode.values, decode.by_expert);
-  return decode;
-}
-
 // The receive phase of a decode dispatch with scales.
 struct ScalesHook {
   std::shared_ptr<LayerCalls> of;
@@ -337,18 +306,53 @@ struct ScalesHook {
   }
 };
 
-py::object LayerCalls::begin_decode(const Arguments<4>& given) {
-  SentDecode sent = send_decode(given, true);
-  py::object hook = low_latency->hook_of(sent.completion);
-  py::object batch = batch_of(sent.values);
-  if (sent.by_expert) {
-    hook = method_function<&ScalesHook::receive>(
-        "hook",
-        std::make_shared<ScalesHook>(ScalesHook{shared_from_this(), std::move(hook),
-                                                std::move(sent.values), std::move(sent.by_expert)}),
-        buffer->python.raise_recorded);
-  }
-  return py::make_tuple(std::move(batch), std::move(hook));
+py::object LayerCalls::hook_of_scales(py::object hook, py::dict values, py::object by_expert) {
+  return method_function<&ScalesHook::receive>(
+      "hook",
+      std::make_shared<ScalesHook>(
+          ScalesHook{shared_from_this(), std::move(hook), std::move(values), std::move(by_expert)}),
+      buffer->python.raise_recorded);
+}
+
+LayerCalls::SentDecode LayerCalls::send_decode(const Arguments<4>& given, bool has_hook) {
+  const auto [given_x, given_idx, given_weights, given_asks] = given;
+  const bool asks = read_flag(given_asks);
+  Tokens tokens = read_tokens(given_x, given_idx, given_weights);
+  fit_to_decode(&tokens, asks);
+  const bool tells = asks && counters;
+  if (tells) counters->claim();
+  LowLatencyCalls& calls = low_latency->calls;
+  // Without shared counters the kernel itself reports the count, which costs 0.8 us.
+  ReservedLowLatencyDispatch reserved =
+      calls.reserve(calls.check({.x = tokens.x,
+                                 .topk_idx = tokens.topk_idx,
+                                 .topk_weights = tokens.topk_weights,
+                                 .num_max_tokens = integer_of(form.num_slots),
+                                 .num_experts = integer_of(form.num_experts),
+                                 .use_fp8 = form.use_fp8,
+                                 .is_reporting = asks && !counters,
+                                 .has_hook = has_hook,
+                                 .is_flat = true}));
+  // All but the scales' order is made before the launch: peers count on this rank after it.
+  LowLatencyDispatchResult& result = reserved.result;
+  const Keys& keys = Keys::get();
+  const py::dict values = copy_of(decode_values);
+  set_value(values, keys.x, object_of(std::move(result.recv_x)));
+  set_value(values, keys.num_tokens_per_expert, object_of(std::move(result.recv_count)));
+  auto made =
+      std::make_unique<Decoded>(Decoded{std::move(result.record), std::move(tokens.kept_idx), 0});
+  Decoded& state = *made;
+  set_value(values, keys.state, py::cast(std::move(made)));
+  SentDecode sent{batch_of(values), low_latency->hook_of(std::move(result.pending))};
+  const py::object by_expert = object_of(std::move(result.recv_scales));
+  const bool has_scales = !by_expert.is_none();
+  if (has_hook && has_scales) sent.hook = hook_of_scales(std::move(sent.hook), values, by_expert);
+  buffer->context.keep_step([&] {
+    if (tells) state.exchange = counters->publish(static_cast<uint64_t>(tokens.x.shape[0]));
+    calls.launch(std::move(reserved));
+  });
+  if (!has_hook && has_scales) set_scales(values, by_expert);
+  return sent;
 }
 
 LayerCalls::Sums LayerCalls::send_sums(PyObject* given_rows, const Decoded& state, bool is_async) {
@@ -356,13 +360,17 @@ LayerCalls::Sums LayerCalls::send_sums(PyObject* given_rows, const Decoded& stat
   if (counters && state.exchange != 0) counters->prefetch(state.exchange);
   const LowLatencyForm& of_state = *state.record->form;
   py::object kept;
-  LowLatencyCombineResult result = low_latency->calls.combine(
+  LowLatencyCalls& calls = low_latency->calls;
+  ReservedLowLatencyCombine reserved = calls.reserve(calls.check(
       {.x = read_rows(given_rows, of_state.num_local_experts * of_state.num_rows, &kept),
        .topk_idx = buffer->reader.read(state.topk_idx.ptr()),
        .handle = state.record,
        .has_hook = is_async,
-       .is_flat = true});
-  return {object_of(std::move(result.combined_x)), low_latency->hook_of(result.completion)};
+       .is_flat = true}));
+  Sums sent{object_of(std::move(reserved.result.combined_x)),
+            low_latency->hook_of(std::move(reserved.result.pending))};
+  calls.launch(std::move(reserved));
+  return sent;
 }
 
 py::object LayerCalls::finish(const Arguments<2>& given) {
@@ -372,7 +380,8 @@ py::object LayerCalls::finish(const Arguments<2>& given) {
   if (counters) {
     // It is looked at last: no SM waits for the host.
     const std::optional<uint64_t> most = wait_for_max(*counters, state.exchange);
-    if (most) fits = learn(*most);
+    // Peers learn it: without it this rank might take another mode than they in the next step.
+    if (most) buffer->context.keep_step([&] { fits = learn(*most); });
   }
   return py::make_tuple(std::move(sums), std::move(fits));
 }
@@ -453,20 +462,12 @@ LayerCalls::Sums LayerCalls::send_sums(const Arguments<2>& given, bool is_async)
   return send_sums(given[0], state.cast<const Decoded&>(), is_async);
 }
 
-template <auto kMethod, class Class>
-void def_layer_call(Class& calls, const char* name) {
-  calls.def_property_readonly(name, [name](const std::shared_ptr<LayerCalls>& self) {
-    return method_function<kMethod>(name, self, self->buffer->python.raise_recorded);
-  });
-}
-
 }  // namespace
 
 void bind_layer_calls(py::module_& m) {
   using namespace pybind11::literals;
   py::class_<Decoded>(m, "Decoded", py::module_local(), "What combine needs of a decode batch.")
       .def_readonly("record", &Decoded::record)
-      .def_readonly("topk_idx", &Decoded::topk_idx)
       .def_readonly("exchange", &Decoded::exchange);
   py::class_<Prefilled>(m, "Prefilled", py::module_local(),
                         "What combine needs of a prefill batch.")
@@ -529,13 +530,13 @@ void bind_layer_calls(py::module_& m) {
            "default_config"_a, "learn"_a, "nowhere"_a, "no_weights"_a)
       .def("use_counters", &LayerCalls::use_counters, "counters"_a,
            "`counters`: the arguments of HostCounters and what keeps its memory, or None.");
-  def_layer_call<&LayerCalls::decode>(calls, "decode");
-  def_layer_call<&LayerCalls::begin_decode>(calls, "begin_decode");
-  def_layer_call<&LayerCalls::prefill>(calls, "prefill");
-  def_layer_call<&LayerCalls::begin_prefill>(calls, "begin_prefill");
-  def_layer_call<&LayerCalls::combine>(calls, "combine");
-  def_layer_call<&LayerCalls::begin_combine>(calls, "begin_combine");
-  def_layer_call<&LayerCalls::finish>(calls, "finish");
+  def_call<&LayerCalls::decode>(calls, "decode");
+  def_call<&LayerCalls::begin_decode>(calls, "begin_decode");
+  def_call<&LayerCalls::prefill>(calls, "prefill");
+  def_call<&LayerCalls::begin_prefill>(calls, "begin_prefill");
+  def_call<&LayerCalls::combine>(calls, "combine");
+  def_call<&LayerCalls::begin_combine>(calls, "begin_combine");
+  def_call<&LayerCalls::finish>(calls, "finish");
 }
 
 }  // namespace deep_comm

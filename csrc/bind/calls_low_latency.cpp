@@ -54,11 +54,10 @@ py::object BoundLowLatency::overlap_of(LowLatencyCompletion& completion) const {
   }
 }
 
-py::object BoundLowLatency::hook_of(LowLatencyCompletion& completion) {
-  if (completion.pending == nullptr) return py::none();
+py::object BoundLowLatency::hook_of(std::shared_ptr<LowLatencyPending> pending) {
+  if (pending == nullptr) return py::none();
   return method_function<&BoundHook::receive>(
-      "hook",
-      std::make_shared<BoundHook>(BoundHook{shared_from_this(), std::move(completion.pending)}),
+      "hook", std::make_shared<BoundHook>(BoundHook{shared_from_this(), std::move(pending)}),
       buffer->python.raise_recorded);
 }
 
@@ -69,31 +68,35 @@ py::object BoundLowLatency::dispatch(const Arguments<16>& given) {
               round_scale, use_ue8m0, async_finish, return_recv_hook, topk_weights, compact,
               report_num_tokens, use_nvfp4, global_scale] = given;
   const TensorReader& reader = buffer->reader;
-  LowLatencyDispatchResult result =
-      calls.dispatch({.x = reader.read(x),
-                      .topk_idx = reader.read(topk_idx),
-                      .topk_weights = reader.read(topk_weights),
-                      .cumulative_stats = reader.read(cumulative_stats),
-                      .wait_stats = reader.read(wait_stats),
-                      .global_scale = reader.read(global_scale),
-                      .num_max_tokens = read_integer(num_max_tokens),
-                      .num_experts = read_integer(num_experts),
-                      .use_fp8 = read_flag(use_fp8),
-                      .round_scale = read_flag(round_scale),
-                      .use_ue8m0 = read_flag(use_ue8m0),
-                      .use_nvfp4 = read_flag(use_nvfp4),
-                      .is_compact = read_flag(compact),
-                      .is_reporting = read_flag(report_num_tokens),
-                      .is_async = read_flag(async_finish),
-                      .has_hook = read_flag(return_recv_hook)});
-  py::object event = overlap_of(result.completion), hook = hook_of(result.completion);
+  ReservedLowLatencyDispatch reserved =
+      calls.reserve(calls.check({.x = reader.read(x),
+                                 .topk_idx = reader.read(topk_idx),
+                                 .topk_weights = reader.read(topk_weights),
+                                 .cumulative_stats = reader.read(cumulative_stats),
+                                 .wait_stats = reader.read(wait_stats),
+                                 .global_scale = reader.read(global_scale),
+                                 .num_max_tokens = read_integer(num_max_tokens),
+                                 .num_experts = read_integer(num_experts),
+                                 .use_fp8 = read_flag(use_fp8),
+                                 .round_scale = read_flag(round_scale),
+                                 .use_ue8m0 = read_flag(use_ue8m0),
+                                 .use_nvfp4 = read_flag(use_nvfp4),
+                                 .is_compact = read_flag(compact),
+                                 .is_reporting = read_flag(report_num_tokens),
+                                 .is_async = read_flag(async_finish),
+                                 .has_hook = read_flag(return_recv_hook)}));
+  // Before the launch: without its hook a call cannot go on, nor its peers.
+  LowLatencyDispatchResult& result = reserved.result;
+  py::object hook = hook_of(std::move(result.pending));
   py::object payload = object_of(std::move(result.recv_x));
   if (result.recv_scales) {
     payload = py::make_tuple(std::move(payload), object_of(std::move(result.recv_scales)));
   }
   py::object handle = view_of(handle_type, std::move(result.record));
-  return py::make_tuple(std::move(payload), object_of(std::move(result.recv_count)),
-                        std::move(handle), std::move(event), std::move(hook));
+  py::object count = object_of(std::move(result.recv_count));
+  LowLatencyCompletion completion = calls.launch(std::move(reserved));
+  return py::make_tuple(std::move(payload), std::move(count), std::move(handle),
+                        overlap_of(completion), std::move(hook));
 }
 
 // As Buffer.low_latency_combine, all by position -> (combined_x, event, hook)
@@ -101,36 +104,28 @@ py::object BoundLowLatency::combine(const Arguments<11>& given) {
   const auto [x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish,
               return_recv_hook, out, wait_stats, one_rounding] = given;
   const TensorReader& reader = buffer->reader;
-  LowLatencyCombineResult result = calls.combine({.x = reader.read(x),
-                                                  .topk_idx = reader.read(topk_idx),
-                                                  .topk_weights = reader.read(topk_weights),
-                                                  .out = reader.read(out),
-                                                  .wait_stats = reader.read(wait_stats),
-                                                  .handle = record_of_view<Record>(handle),
-                                                  .handle_object = handle,
-                                                  .use_logfmt = read_flag(use_logfmt),
-                                                  .zero_copy = read_flag(zero_copy),
-                                                  .one_rounding = read_flag(one_rounding),
-                                                  .is_async = read_flag(async_finish),
-                                                  .has_hook = read_flag(return_recv_hook)});
-  py::object event = overlap_of(result.completion), hook = hook_of(result.completion);
-  return py::make_tuple(object_of(std::move(result.combined_x)), std::move(event), std::move(hook));
+  ReservedLowLatencyCombine reserved =
+      calls.reserve(calls.check({.x = reader.read(x),
+                                 .topk_idx = reader.read(topk_idx),
+                                 .topk_weights = reader.read(topk_weights),
+                                 .out = reader.read(out),
+                                 .wait_stats = reader.read(wait_stats),
+                                 .handle = record_of_view<Record>(handle),
+                                 .handle_object = handle,
+                                 .use_logfmt = read_flag(use_logfmt),
+                                 .zero_copy = read_flag(zero_copy),
+                                 .one_rounding = read_flag(one_rounding),
+                                 .is_async = read_flag(async_finish),
+                                 .has_hook = read_flag(return_recv_hook)}));
+  py::object hook = hook_of(std::move(reserved.result.pending));
+  py::object sums = object_of(std::move(reserved.result.combined_x));
+  LowLatencyCompletion completion = calls.launch(std::move(reserved));
+  return py::make_tuple(std::move(sums), overlap_of(completion), std::move(hook));
 }
 
 py::object BoundLowLatency::wait_num_tokens(const Arguments<0>& /*none*/) {
   return py::int_(calls.wait_num_tokens());
 }
-
-namespace {
-
-template <auto kMethod, class Class>
-void def_low_latency_call(Class& calls, const char* name) {
-  calls.def_property_readonly(name, [name](const std::shared_ptr<BoundLowLatency>& self) {
-    return method_function<kMethod>(name, self, self->buffer->python.raise_recorded);
-  });
-}
-
-}  // namespace
 
 void bind_low_latency_calls(py::module_& m) {
   using namespace pybind11::literals;
@@ -212,9 +207,9 @@ void bind_low_latency_calls(py::module_& m) {
       .def_property_readonly("has_pending",
                              [](const BoundLowLatency& self) { return self.calls.has_pending(); })
       .def("forget_pending", [](BoundLowLatency& self) { self.calls.forget_pending(); });
-  def_low_latency_call<&BoundLowLatency::dispatch>(calls, "dispatch");
-  def_low_latency_call<&BoundLowLatency::combine>(calls, "combine");
-  def_low_latency_call<&BoundLowLatency::wait_num_tokens>(calls, "wait_num_tokens");
+  def_call<&BoundLowLatency::dispatch>(calls, "dispatch");
+  def_call<&BoundLowLatency::combine>(calls, "combine");
+  def_call<&BoundLowLatency::wait_num_tokens>(calls, "wait_num_tokens");
 }
 
 }  // namespace deep_comm

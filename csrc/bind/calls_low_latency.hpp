@@ -27,7 +27,7 @@ struct BoundLowLatency : std::enable_shared_from_this<BoundLowLatency> {
   pybind11::object wait_num_tokens(const Arguments<0>& none);
 
   pybind11::object overlap_of(LowLatencyCompletion& completion) const;
-  pybind11::object hook_of(LowLatencyCompletion& completion);
+  pybind11::object hook_of(std::shared_ptr<LowLatencyPending> pending);
 };
 
 }  // namespace deep_comm

@@ -181,10 +181,9 @@ void bind_normal_calls(py::module_& m, BufferClass& buffer) {
             int64_t& agreed = self.context.forecast.agreed_tokens;
             agreed = std::max(agreed, num_tokens);
           },
-          py::arg("num_tokens"), "That a rank will ever bring, as all of them say.")
+          py::arg("num_tokens"), "The most tokens per rank that a layer's ranks agreed on.")
       .def("end_calls", &end_calls, py::kw_only(), py::arg("was_destroyed"),
-           "Goes on without a dispatch that has not been received, and without what all ranks have "
-           "seen alike so far. Kernels have ended.");
+           "Drops the pending dispatch and the early-dispatch history. Kernels must have ended.");
 }
 
 }  // namespace deep_comm

@@ -143,7 +143,6 @@ void bind_handle(py::module_& m) {
       m, "DispatchRecord", py::module_local(),
       "What a dispatch learned, as calls use it; see csrc/host/dispatch_record.hpp.")
       .def("field", &field_of, py::arg("name"))
-      .def_property_readonly("is_given", &Record::is_given)
       .def_property_readonly("is_expanded",
                              [](const Record& self) { return self.expansion.has_value(); })
       .def_readonly("num_channels", &Record::num_channels)

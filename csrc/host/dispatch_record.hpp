@@ -3,7 +3,7 @@
 //
 // What a dispatch of either tier fills in:
 //
-//   owner, rank, num_experts, num_topk, num_channels, num_tokens, has_default_sms
+//   owner, rank, num_experts, num_topk, num_channels, num_tokens, inside a node has_default_sms
 //                      when it is launched
 //   num_recv_rows, num_output_rows, num_recv_tokens, max_num_tokens, between nodes num_forward_rows and
 //   num_returning_rows when its counts have come, or with a bound of them when it is launched (the two
@@ -100,6 +100,11 @@ struct ExpansionRecord {
 
 // Addresses, 0: not known. Parts of a routing block or tensors of a caller's.
 struct RoutingAddresses {
+  // Between nodes: address of an int32, the tokens that this rank has received.
+  uintptr_t num_received(int num_ranks) const {
+    return recv_rank_sum + sizeof(int32_t) * static_cast<size_t>(num_ranks - 1);
+  }
+
   uintptr_t is_token_in_rank = 0;
   // inside a node
   uintptr_t send_head = 0;

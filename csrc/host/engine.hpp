@@ -42,9 +42,7 @@ struct EngineOptions {
   uint64_t timeout_ns;
 };
 
-// Arguments come as the kernels' own structs; the engine fills in what follows from its own state
-// (world, message, pieces, ring, signature). Every check that needs no tensor is made here, before
-// a launch.
+// What calls use is described at EngineCalls.
 template <class Target>
 class Engine final : public EngineCalls {
  public:
@@ -54,11 +52,8 @@ class Engine final : public EngineCalls {
   Engine& operator=(const Engine&) = delete;
 
   void get_dispatch_layout(LayoutArgs args, uint64_t stream) override;
-  // Plans check all that their options decide. They are for this engine alone; calls start
-  // from a copy of their args.
   NotifyPlan plan_notify(const NotifyOptions& options) const override;
   void notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) override;
-  // Empty: the kernel failed; the error record says how.
   std::optional<Counts> wait_counts() override;
   DispatchPlan plan_dispatch(const DispatchOptions& options) const override;
   void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) override;
@@ -68,15 +63,11 @@ class Engine final : public EngineCalls {
 
   void barrier(uint64_t stream) override;
 
-  // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a
-  // dispatch of this config.
+  // Expanded outputs; defined in expand_impl.hpp.
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override;
   void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream) override;
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
                       uint64_t stream) override;
-
-  // Between nodes these two stand for number_rows and expand_rows, and rank_prefix_matrix is [1, 1],
-  // here and in reduce_experts: the rows received.
   void number_received(NumberReceivedArgs args, const ChannelConfig& config,
                        uint64_t stream) override;
   void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
@@ -100,14 +91,10 @@ class Engine final : public EngineCalls {
   // Numbers start anew and nobody is masked. Callers put a barrier before and after it.
   void reset_low_latency();
   size_t low_latency_bytes() const override { return low_latency_bytes_; }
-  // Checks what calls with these options need. A plan is for this engine alone.
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const override;
-  // The most experts that the kernels of a call can count in the shared memory of a block.
   int low_latency_max_experts(int num_topk) const override;
-  // With is_reporting, wait_low_latency_num_tokens may be called.
   void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
                             uint64_t stream) override;
-  // The most tokens that any rank had in the last reporting dispatch. Empty: a kernel failed.
   std::optional<int> wait_low_latency_num_tokens() override;
   void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
                            uint64_t stream) override;
@@ -116,17 +103,12 @@ class Engine final : public EngineCalls {
   // Once, before anything is launched.
   void enable_internode(const InternodeOptions& options);
   void internode_layout(InternodeLayoutArgs args, uint64_t stream) override;
-  // Two launches: the channels' counts, then their exchange.
   void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank, int num_tokens,
                         int32_t* send_node_head, int32_t* send_slots, const ChannelConfig& config,
                         const RailConfig& rail, uint64_t stream) override;
-  // send_slots alone, for a handle that comes without it. Local.
   void internode_send_slots(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
                             int32_t* send_slots, uint64_t stream) override;
-  // Empty: the kernel failed; the error record says how.
-  // is_early: a dispatch was launched behind the notify, and says whether it has sent.
   std::optional<TwoTierCounts> wait_internode_counts(bool is_early) override;
-  // args.output_line, args.src_line: of blocks in the receive region, or 0.
   void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
                           const RailConfig& rail, int num_topk, int row_bytes,
                           uint64_t stream) override;
@@ -139,15 +121,13 @@ class Engine final : public EngineCalls {
   void quiet_rail();
 
   std::optional<ErrorRecord> poll_error() const override;
-  // A call ends in the middle: its kernel gives up, and the record says so, until reset().
-  void note_interrupt();
+  void note_interrupt() override;
   // The word that says there is a record.
   const uint32_t* error_flag() const {
     check_open();
     return &world_.error->is_written;
   }
   bool is_open() const override { return world_.error != nullptr; }
-  // And no kernel has left a record.
   bool is_sound() const override {
     return is_open() && __atomic_load_n(&world_.error->is_written, __ATOMIC_RELAXED) == 0;
   }
@@ -172,17 +152,13 @@ class Engine final : public EngineCalls {
   void close();
 
   // Bytes from the segment's start to the data region, and the region's size.
-  size_t data_offset() const override { return world_.layout.data; }
-  size_t data_bytes() const override { return data_bytes_; }
+  size_t data_offset() const { return world_.layout.data; }
+  size_t data_bytes() const { return data_bytes_; }
   int64_t num_launches() const { return num_launches_; }
   bool is_synchronous() const override { return Target::kIsSynchronous; }
-  bool launches_last() const override { return target_.launches_last(); }
+  bool launches_block() const override { return target_.launches_block(); }
   // Whether a low-latency launch of now may begin while the one before it ends.
   bool begins_early() const { return early_launches_.are_safe(); }
-  // Of all nodes.
-  int num_group_ranks() const override {
-    return is_internode() ? tiers_.num_ranks() : world_.num_ranks;
-  }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
   // Between nodes: with at least so many tokens of this rank a low-latency dispatch
@@ -221,6 +197,7 @@ class Engine final : public EngineCalls {
   LaunchConfig low_latency_launch(const LowLatencyShape& shape) const;
   size_t low_latency_smem_bytes(const LowLatencyShape& shape) const;
   int group_rank() const { return is_internode() ? tiers_.rank : world_.rank; }
+  int num_group_ranks() const { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
   size_t low_latency_bytes_for(const LowLatencyShape& shape, bool one_rounding) const;
   void zero_low_latency();
   // Defined in low_latency_rail_impl.hpp.

@@ -50,23 +50,22 @@ struct TwoTierCounts {
 
 // Arguments come as the kernels' own structs; the engine fills in what follows from its own state
 // (world, message, pieces, ring, signature), and checks all that needs no tensor before a launch. A
-// plan is for the engine that made it. Errors are std::invalid_argument and std::runtime_error.
+// plan checks all that its options decide. It is for the engine that made it, and calls start from a
+// copy of its args. Errors are std::invalid_argument and std::runtime_error.
 class EngineCalls {
  public:
   virtual ~EngineCalls() = default;
 
   // Kernels have ended when a launch returns.
   virtual bool is_synchronous() const = 0;
-  // A launch of a kernel over both tiers may wait until that has ended, or nearly.
-  virtual bool launches_last() const = 0;
+  // Launches of kernels over both tiers block the host until the kernel has nearly ended.
+  virtual bool launches_block() const = 0;
   virtual bool is_open() const = 0;
   // Open, and no kernel has left an error record.
   virtual bool is_sound() const = 0;
   virtual std::optional<ErrorRecord> poll_error() const = 0;
-  virtual int num_group_ranks() const = 0;
-  // Bytes from the segment's start to the data region, and the region's size.
-  virtual size_t data_offset() const = 0;
-  virtual size_t data_bytes() const = 0;
+  // A call ends in the middle: its kernel gives up, and the record says so, until reset().
+  virtual void note_interrupt() = 0;
   virtual size_t low_latency_bytes() const = 0;
 
   // Of all ranks of the group: ends when the streams of all have come to theirs.
@@ -90,7 +89,8 @@ class EngineCalls {
                            uint64_t stream) = 0;
   virtual void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
                               const ChannelConfig& config, uint64_t stream) = 0;
-  // Between nodes these two stand for number_rows and expand_rows.
+  // Between nodes these two stand for number_rows and expand_rows, and rank_prefix_matrix is [1, 1],
+  // here and in reduce_experts: the rows received.
   virtual void number_received(NumberReceivedArgs args, const ChannelConfig& config,
                                uint64_t stream) = 0;
   virtual void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
@@ -99,9 +99,11 @@ class EngineCalls {
                                 uint64_t stream) = 0;
 
   // ---- low latency
+  // Checks what calls with these options need.
   virtual LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const = 0;
   // The most experts that the kernels of a call can count in the shared memory of a block.
   virtual int low_latency_max_experts(int num_topk) const = 0;
+  // With is_reporting, wait_low_latency_num_tokens may be called.
   virtual void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
                                     uint64_t stream) = 0;
   // The most tokens that any rank had in the last reporting dispatch. Empty: a kernel failed.
@@ -119,8 +121,10 @@ class EngineCalls {
   // send_slots alone, for a handle that comes without it. Local.
   virtual void internode_send_slots(const uint8_t* is_token_in_rank, int num_tokens,
                                     int num_channels, int32_t* send_slots, uint64_t stream) = 0;
-  // is_early: a dispatch was launched behind the notify, and says whether it has sent.
+  // Empty: the kernel failed. is_early: a dispatch was launched behind the notify, and says whether it
+  // has sent.
   virtual std::optional<TwoTierCounts> wait_internode_counts(bool is_early) = 0;
+  // args.output_line, args.src_line: of blocks in the receive region, or 0.
   virtual void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
                                   const RailConfig& rail, int num_topk, int row_bytes,
                                   uint64_t stream) = 0;

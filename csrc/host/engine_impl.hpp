@@ -131,6 +131,7 @@ void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
 
 template <class Target>
 void Engine<Target>::note_interrupt() {
+  if (!is_open()) return;
   target_.store_beside_kernels(&world_.state()->abort, 1);  // what still waits need not go on
   ErrorBlock& block = *world_.error;
   if (detail::load_acquire(&block.is_written) != 0) return;  // it had failed before

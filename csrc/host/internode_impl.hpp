@@ -61,6 +61,10 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   tiers_.rail.port = target_.open_rail(port, num_rail_peers_, world_.timeout_ns, options.rail);
   tiers_.rail.layout = RailLayout::make(world_.layout.data + data_bytes_, options.num_nodes,
                                         num_local, num_max_experts_);
+  InternodeDispatchArgs of_rings{};  // direct mode only takes what they leave
+  require(plan_tier_direct(of_rings) <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
+          "num_nodes = " + std::to_string(options.num_nodes) +
+              ", some words for each must fit in a block's shared memory");
   if constexpr (Target::kHasRail) {
     target_.template prepare<InternodeLayoutKernel>();
     target_.template prepare<InternodeCountKernel>();
@@ -309,9 +313,6 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
     }
   }
   const size_t smem_bytes = plan_tier_direct(args);
-  detail::require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
-                  "num_nodes = " + std::to_string(tiers_.num_nodes()) +
-                      ", some words for each must fit in a block's shared memory");
   if constexpr (Target::kHasRail) {
     const int num_warps =
         max_of(args.num_sender_warps + world_.num_ranks,

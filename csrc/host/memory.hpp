@@ -64,8 +64,8 @@ class Region {
 // Bytes [offset, offset + num_bytes) of the heap, given back when the last reference goes.
 class Block {
  public:
-  // is_scratch: only the engine's kernels use it. They run one after the other, and all owners of
-  // blocks have them written by kernels, so that nobody has to wait for this one's end.
+  // is_scratch: only the engine's kernels use the block. They are ordered, so the next owner need not
+  // wait.
   // owner: the stream that was current.
   Block(std::shared_ptr<Region> region, size_t offset, size_t num_bytes, bool is_captured,
         bool is_scratch, uint64_t owner)
@@ -133,8 +133,6 @@ class Memory {
   Framework& framework() const;
   const std::shared_ptr<Framework>& shared_framework() const;
   uintptr_t heap_base() const { return heap_base_; }
-  const std::shared_ptr<Region>& region() const { return region_; }
-  bool poisons() const { return poisons_; }
 
   // An address for the engine, where 0 stands for "not given": a tensor without elements gets one
   // that nobody follows.

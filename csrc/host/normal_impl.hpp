@@ -74,8 +74,6 @@ NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
   const size_t counter_bytes =
       options.counts_choices ? sizeof(int32_t) * static_cast<size_t>(options.num_experts) : 0;
   NotifyPlan plan{};
-  plan.channels = options.channels;
-  plan.topk_idx_bytes = options.topk_idx_bytes;
   plan.smem_bytes = sizeof(NotifySmem) + counter_bytes;
   check_counters(options.num_experts, plan.smem_bytes);
   NotifyArgs& args = plan.args;

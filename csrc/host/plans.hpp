@@ -33,9 +33,7 @@ struct NotifyOptions {
 };
 
 struct NotifyPlan {
-  ChannelConfig channels;
   NotifyArgs args;  // all but addresses, tokens and place
-  int topk_idx_bytes;
   size_t smem_bytes;
 };
 

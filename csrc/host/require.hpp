@@ -73,6 +73,18 @@ class CallError : public std::exception {
   refuse(error_class, {}, {}, std::move(message));
 }
 
+// `argument`, a number of bytes, must be larger: `rule` says what for.
+[[noreturn]] inline void refuse_memory(std::string argument, size_t num_bytes, size_t needed_bytes,
+                                       std::string rule) {
+  CallError error;
+  error.error_class = CallError::Class::kBufferTooSmall;
+  error.argument = std::move(argument);
+  error.value = static_cast<int64_t>(num_bytes);
+  error.needed_bytes = static_cast<int64_t>(needed_bytes);
+  error.rule = std::move(rule);
+  throw error;
+}
+
 inline GivenValue given_property(GivenProperty::Which which, const void* object) {
   return GivenProperty{which, Object::borrow(object)};
 }

@@ -34,7 +34,7 @@ class ConfigChooser {
   virtual ~ConfigChooser() = default;
   // row_bytes: of payload and scales.
   virtual Config choose(int64_t row_bytes) const = 0;
-  // A combine of few rows may have more SMs than its dispatch had channels; {0, 0}: it may not.
+  // More SMs than the dispatch had channels, for a combine of few rows; {0, 0}: none.
   virtual FewRows few_rows(int64_t row_bytes, int num_channels) const = 0;
 };
 
@@ -75,8 +75,6 @@ struct TwoTierKey {
 
   bool operator==(const TwoTierKey&) const = default;
 };
-
-inline constexpr int kMostPlanChannels = 256;  // control words exist for so many
 
 // Rings inside a node for `config`, which num_nvl_bytes must hold if it was given, or else shrunk
 // until they fit into num_ring_bytes. ring_bytes(channels, slots). num_channels replaces the channels

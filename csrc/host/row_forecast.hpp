@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
+
+#include "device/arch/types.cuh"
 
 namespace deep_comm {
 
@@ -27,10 +30,9 @@ class RowForecast {
  public:
   RowForecast(int num_ranks, int num_nodes) : num_ranks_(num_ranks), num_nodes_(num_nodes) {}
 
-  // That a rank will ever bring, as a layer's ranks have agreed; 0: they have not.
+  // The most tokens per rank that a layer's ranks agreed on; 0: they have not.
   int64_t agreed_tokens = 0;
 
-  int64_t max_tokens_of_step() const { return most_tokens_; }
   // What has come to this rank, and the most tokens of any.
   void learn(int64_t num_rows, int64_t max_num_tokens) {
     most_rows_ = std::max(most_rows_, num_rows);
@@ -41,8 +43,8 @@ class RowForecast {
     learn(0, max_num_tokens);
   }
 
-  // With num_tokens of this rank: what ranks as full as any has been could send, and some more; or
-  // else a little more than ever came; or what ranks as full as this one could send.
+  // Candidate capacities, largest first, for R ranks: 125 % and 100 % of R times the most tokens that any
+  // rank has had, 112 % of the most rows that have come here, R times this rank's num_tokens.
   RowChoices rows(int64_t num_tokens) const {
     const int64_t likely = most_rows_ + most_rows_ / 8;
     const int64_t most = num_ranks_ * std::max(num_tokens, most_tokens_);
@@ -61,10 +63,9 @@ class RowForecast {
   // much for a while is in the way of the next.
   RowChoices expanded_rows(int64_t num_tokens, int64_t num_topk, int64_t num_experts,
                            int64_t expert_alignment) const {
-    const auto rounded_up = [](int64_t value, int64_t by) { return (value + by - 1) / by; };
-    const int64_t num_local = rounded_up(num_experts, num_ranks_);
+    const int64_t num_local = ceil_div(num_experts, num_ranks_);
     const int64_t padding = num_local * (expert_alignment - 1);
-    const int64_t even = rounded_up(num_ranks_ * num_tokens * num_topk * num_local, num_experts);
+    const int64_t even = ceil_div(num_ranks_ * num_tokens * num_topk * num_local, num_experts);
     const int64_t alike = even + even / 4 + padding;
     const int64_t likely = most_expanded_rows_ == 0 ? 2 * even + padding
                                                     : most_expanded_rows_ + most_expanded_rows_ / 8;

@@ -62,10 +62,11 @@ CallOrder::CallOrder(StreamOrder& order) : order_(&order), is_ordered_(false) {
 CallOrder::~CallOrder() {
   try {
     if (!has_ended_ && order_->target().has_streams()) {
-      // Kernels of a call that failed half-way may still write: its memory must outlive them.
+      // Kernels of a call that failed half-way may still read and write: what the caller's stream does
+      // with their memory comes after them.
       if (!device_) device_.emplace(order_->target());
-      record_outputs();
-      end();
+      Event& event = end();
+      if (runs_on_comm_ && caller_ != stream_) event.wait(caller_);
     }
     leave();
   } catch (...) {
@@ -92,11 +93,14 @@ void CallOrder::leave() {
   device_.reset();
 }
 
-void CallOrder::pause() {
+void CallOrder::prepare_pause() {
   if (order_->target().has_streams()) {
     caller_object_ = order_->framework().current_stream_object();
-    was_paused_ = true;
   }
+}
+
+void CallOrder::pause() {
+  was_paused_ = true;
   leave();
 }
 
@@ -116,7 +120,6 @@ void CallOrder::follow_caller() {
 
 // An event after the call.
 Event& CallOrder::end() {
-  has_ended_ = true;
   Event& event = is_captured_ ? *order_->order_event_ : *order_->last_call_event_;
   if (!is_ordered_) return event;
   if (!is_captured_) order_->last_stream_ = stream_;
@@ -157,7 +160,6 @@ void CallOrder::record_handle(HeldTensors& handle) {
 std::shared_ptr<Event> CallOrder::finish(const std::vector<const void*>& inputs,
                                          HeldTensors* handle) {
   if (!order_->target().has_streams()) {
-    has_ended_ = true;
     return is_async_ ? order_->target().make_event() : nullptr;
   }
   Event& event = end();
@@ -178,6 +180,7 @@ std::shared_ptr<Event> CallOrder::finish(const std::vector<const void*>& inputs,
       record_handle(*handle);
     }
   }
+  has_ended_ = true;  // not before: all above may raise
   leave();
   return result;
 }

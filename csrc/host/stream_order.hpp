@@ -1,8 +1,8 @@
 // The order of a Buffer's calls among the caller's streams and its own communication stream
 // (docs/design/0016).
 //
-// Kernels of one Buffer run one at a time, in the order of the calls, on whichever streams: every call
-// runs after `done`, which lies after the call before it. A call that the caller's stream waits for
+// Kernels of normal mode run one at a time, in the order of the calls, on whichever streams: every call
+// but an unordered one (low latency) runs after last_call_event_, which lies after the call before it. A call that the caller's stream waits for
 // anyway runs there; one that starts after an event, or goes on beside the caller's stream, or belongs
 // to a CUDA graph runs on the communication stream. Calls of graphs have their order from that stream,
 // which all of them pass through.
@@ -59,8 +59,8 @@ class StreamOrder {
   bool has_graphs_ = false;                 // which run on streams that nobody tells of
 };
 
-// One call among the streams: begins when it is made, ends with `finish` or, if the call failed
-// half-way, with the object, whose memory then still outlives what was launched.
+// One call among the streams: begins when it is made and ends in `finish`. If the call throws first,
+// the destructor makes the caller's stream wait, so that memory outlives launched kernels.
 class CallOrder {
  public:
   CallOrder(StreamOrder& order, const StreamOptions& options);
@@ -88,7 +88,9 @@ class CallOrder {
   std::vector<Object> take_outputs() { return std::exchange(outputs_, {}); }
 
   // Asynchronous calls: the scope of the call ends without finish, and will go on after resume, with
-  // memory as if the caller's stream were still the same.
+  // memory as if the caller's stream were still the same. prepare_pause, before the launch, does all
+  // that may raise.
+  void prepare_pause();
   void pause();
   void resume();
   // Before memory is taken that the kernels launched so far do not write: the caller's stream may

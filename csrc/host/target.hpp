@@ -17,7 +17,7 @@
 //   void  quiet_rail()                         when no kernel runs: everything put has landed
 //   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count)
 //   int   device() const                       whose SMs the kernels share
-//   bool  launches_last() const                launches of the rail's kernels wait for much of these
+//   bool  launches_block() const               launches of the rail's kernels wait for much of these
 //   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device
 //                                              failed
 #pragma once

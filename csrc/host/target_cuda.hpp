@@ -75,7 +75,7 @@ class CudaTarget {
   bool is_idle(uint64_t stream);
   static bool is_current(int device) { return cuda_current_device() == device; }
   int device() const { return device_; }
-  bool launches_last() const { return nic_ != nullptr; }
+  bool launches_block() const { return nic_ != nullptr; }
   using DeviceScope = CudaDeviceScope;
 
  private:

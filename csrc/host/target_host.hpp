@@ -117,7 +117,7 @@ class HostTarget {
   bool is_idle(uint64_t /*stream*/) { return true; }
   static bool is_current(int /*device*/) { return true; }
   int device() const { return rank_; }
-  bool launches_last() const { return true; }
+  bool launches_block() const { return true; }
   struct DeviceScope {
     explicit DeviceScope(int /*device*/) {}
   };

@@ -6,8 +6,15 @@
 #include <cstdint>
 #include <initializer_list>
 #include <utility>
+#include <vector>
 
 namespace deep_comm {
+
+// An address as the engine's structs take it.
+template <class T>
+T* pointer_of(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
 
 // A counted reference to an object of the framework's. Copies and ends need the interpreter's lock.
 class Object {
@@ -39,6 +46,16 @@ class Object {
   explicit Object(void* pointer) : pointer_(pointer) {}
   void* pointer_ = nullptr;
 };
+
+// Keeps borrowed objects; null ones are left out.
+template <class Pointers>
+std::vector<Object> borrow_all(const Pointers& pointers) {
+  std::vector<Object> kept;
+  for (const void* pointer : pointers) {
+    if (pointer != nullptr) kept.push_back(Object::borrow(pointer));
+  }
+  return kept;
+}
 
 // The types that calls tell apart have fixed numbers; every other type of the framework's has one
 // from kFirstOther on (bind/torch/types.hpp), so that rows of any type travel as bytes.

@@ -109,6 +109,7 @@ void bind_call_order(py::module_& m) {
            [](CallOrder& self, const py::object& tensor) {
              self.note_output(Object::borrow(tensor.ptr()));
            })
+      .def("prepare_pause", &CallOrder::prepare_pause)
       .def("pause", &CallOrder::pause)
       .def("resume", &CallOrder::resume)
       .def("follow_caller", &CallOrder::follow_caller)

@@ -150,13 +150,11 @@ class LoggedEngine final : public EngineCalls {
       : engine_(calls_behind(door)), door_(std::move(door)), log_(std::move(log)) {}
 
   bool is_synchronous() const override { return false; }
-  bool launches_last() const override { return engine_.launches_last(); }
+  bool launches_block() const override { return engine_.launches_block(); }
   bool is_open() const override { return engine_.is_open(); }
   bool is_sound() const override { return engine_.is_sound(); }
   std::optional<ErrorRecord> poll_error() const override { return engine_.poll_error(); }
-  int num_group_ranks() const override { return engine_.num_group_ranks(); }
-  size_t data_offset() const override { return engine_.data_offset(); }
-  size_t data_bytes() const override { return engine_.data_bytes(); }
+  void note_interrupt() override { engine_.note_interrupt(); }
   size_t low_latency_bytes() const override { return engine_.low_latency_bytes(); }
 
   void get_dispatch_layout(LayoutArgs args, uint64_t stream) override {

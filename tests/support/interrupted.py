@@ -23,7 +23,9 @@ NORMAL, INTERNODE, LOW_LATENCY = "normal", "internode", "low_latency"
 TOKENS, HIDDEN = 8, 512
 
 
-def make(group: Any, mode: str, device: torch.device) -> deep_comm.Buffer:
+def make(
+    group: Any, mode: str, device: torch.device, timeout_s: float = TIMEOUT_S
+) -> deep_comm.Buffer:
     low_latency = mode == LOW_LATENCY
     num_rdma_bytes = 0
     if low_latency:
@@ -34,7 +36,7 @@ def make(group: Any, mode: str, device: torch.device) -> deep_comm.Buffer:
         num_rdma_bytes = 8 << 20
     return deep_comm.Buffer(
         group, 8 << 20, num_rdma_bytes, low_latency_mode=low_latency, device=device,
-        timeout_s=TIMEOUT_S, ranks_per_node=1 if mode == INTERNODE else None,
+        timeout_s=timeout_s, ranks_per_node=1 if mode == INTERNODE else None,
     )  # fmt: skip
 
 
@@ -89,6 +91,46 @@ def interrupted_then_reset(group: Any, mode: str, silent: int, combines: bool, d
                 raise AssertionError("a Buffer out of step was used again")
         elif combines:
             all_to_all(buffer, mode, False)  # so that the others come as far as their combine
+        dist.barrier(group)
+        buffer.reset()
+        total = all_to_all(buffer, mode)
+        assert total is not None and bool((total == group.size()).all())
+
+
+def raised_between_launches(group: Any, mode: str, failing: int, device: Any) -> None:
+    """A rank gets no memory for rows whose number it has waited for. Peers are in the launch that
+    it owes them: they time out, it is told that it is out of step, and all go on after reset().
+    """
+    make_tensor, has_memory = torch.empty_strided, [True]
+
+    def empty_strided(shape: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        if not has_memory[0] and tuple(shape)[1:] == (HIDDEN,):
+            raise torch.OutOfMemoryError
+        return make_tensor(shape, *rest, **options)
+
+    torch.empty_strided = empty_strided  # a Buffer takes it when it is made
+    with make(group, mode, device, timeout_s=3.0) as buffer:
+        torch.empty_strided = make_tensor
+        total = all_to_all(buffer, mode)
+        assert total is not None and bool((total == group.size()).all())
+        dist.barrier(group)
+        has_memory[0] = group.rank() != failing
+        try:
+            all_to_all(buffer, mode, False)
+        except torch.OutOfMemoryError:
+            assert group.rank() == failing
+        except errors.PeerTimeout:
+            assert group.rank() != failing
+        else:
+            raise AssertionError("a dispatch without memory, or without a peer, has ended")
+        has_memory[0] = True
+        if group.rank() == failing:
+            try:
+                all_to_all(buffer, mode, False)
+            except errors.CallInterrupted as error:
+                assert error.rank == failing
+            else:
+                raise AssertionError("a Buffer out of step was used again")
         dist.barrier(group)
         buffer.reset()
         total = all_to_all(buffer, mode)

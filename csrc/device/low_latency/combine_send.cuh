@@ -8,7 +8,8 @@
 //   5 credit    await_credit (block.cuh): the sources have read the buffer
 //   6 rows      find_summands: the rows of x that belong to the token, and their weights
 //   7 send      send_sums: the rows weighted and added, one row back to the source; or
-//               send_reduced: the row that the caller has reduced; or
+//               send_reduced: the row that the caller has reduced (as LogFMT it goes through
+//               send_sums); or
 //               send_topk_rows: every row as it is (one rounding)
 #pragma once
 
@@ -52,7 +53,7 @@ struct RawSummand {
         static_cast<int64_t>(source_of(task)) * args.shape.num_max_tokens + token_of(task);
     const int64_t position = slot * num_columns + k;
     raw.row = arch::ld_nc(args.recv_rows + position);
-    // Beside the place, whether it is needed or not: they are trips to memory.
+    // Loads the weight together with the row, so both share one memory latency.
     if (kRows == CombineRows::kSums && args.recv_weights != nullptr) {
       raw.weight = arch::ld_nc(args.recv_weights + position);
     }
@@ -157,7 +158,7 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
           warp * num_topk + num_rows + arch::popc(here & ((1u << arch::lane_idx()) - 1));
       float weight = raw.weight;
       if (kRows == CombineRows::kSelections) {
-        weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
+        weight = bit_cast<float>(k);  // the source applies the weight; this field carries k instead
       } else if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
         uint32_t bits = 0;
         ok = await_tagged_alone(context, buffer.weights(args.world.rank, source, token) + k,

@@ -18,6 +18,8 @@ struct ScaleFormat {
   bool round_scale;  // up to a power of two
   bool use_ue8m0;    // exponents only, four per word, zeros after the last
 
+  bool operator==(const ScaleFormat&) const = default;
+
   DC_HOST_DEVICE int num_words(int num_scales) const {
     return use_ue8m0 ? ceil_div(num_scales, 4) : num_scales;
   }

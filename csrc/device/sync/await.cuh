@@ -31,7 +31,7 @@ struct WaitClock {
   uint64_t start_ns = 0;  // 0: not started; the other fields have no value yet
   uint64_t deadline_ns;
   uint64_t wake_ns;
-  uint64_t last_alive;  // masks: the peer's alive word when the clock was started or renewed
+  uint64_t last_alive;  // only with can_shrink: the peer's alive word at the start or last renewal
   int num_renewals;
 };
 
@@ -81,10 +81,10 @@ DC_DEVICE bool is_stopped(const Context& context, const WaitFor& wait, uint64_t 
   return true;
 }
 
-// Masks: true if the wait must end because the peer is masked, or because this rank is. The latter
-// is reported.
-DC_DEVICE bool is_masked_meanwhile(const Context& context, const WaitFor& wait, uint64_t now_ns,
-                                   const WaitClock& clock) {
+// Only with can_shrink: true if the wait must end because the peer is masked, or because this rank is.
+// The latter is reported.
+DC_DEVICE bool must_stop_for_mask(const Context& context, const WaitFor& wait, uint64_t now_ns,
+                                  const WaitClock& clock) {
   const Verdict verdict = verdict_on(context, wait.peer);
   if (verdict == Verdict::kOut) {
     report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock.start_ns, -1});
@@ -93,8 +93,8 @@ DC_DEVICE bool is_masked_meanwhile(const Context& context, const WaitFor& wait, 
   return verdict != Verdict::kGoOn;
 }
 
-// Masks, after the deadline: a peer that has shown since that it is alive gets another deadline, a
-// few times. False: the peer is masked.
+// Only with can_shrink, after the deadline: a peer whose alive word changed gets another deadline, at
+// most kMaxRenewals times. False: the peer is masked.
 DC_DEVICE bool renew_or_mask(const Context& context, const WaitFor& wait, uint64_t now_ns,
                              uint64_t limit_ns, WaitClock* clock) {
   const World& world = context.world;
@@ -121,7 +121,7 @@ DC_DEVICE void fail_wait(const Context& context, const WaitFor& wait, uint64_t s
 
 // Called between two polls: true if the wait may continue. False if
 //   - another thread of this rank has failed, or the other ranks have masked this one;
-//   - masks: the peer is masked, by this thread if its deadline has passed;
+//   - only with can_shrink: the peer is masked, by this thread if its deadline has passed;
 //   - the deadline has passed. This thread has then written the error record.
 // All waits share this one function.
 DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint64_t expected,
@@ -135,7 +135,7 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
   }
   if (can_do_without) say_alive(context, now_ns);
   if (is_stopped(context, wait, now_ns, *clock)) return false;
-  if (can_do_without && is_masked_meanwhile(context, wait, now_ns, *clock)) return false;
+  if (can_do_without && must_stop_for_mask(context, wait, now_ns, *clock)) return false;
   if (now_ns >= clock->deadline_ns && can_do_without) {
     if (!renew_or_mask(context, wait, now_ns, limit_ns, clock)) return false;
   }

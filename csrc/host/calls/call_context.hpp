@@ -1,12 +1,13 @@
 // What every call of one Buffer uses.
 //
-// A call goes through five states, each a type that only the one before it can make:
+// A call goes through four states, each a type that is made of the one before it:
 //
 //   Request   what the caller passed, read but not judged
 //   Checked   everything that can be refused has been: nothing has happened yet
-//   Reserved  all memory that the launches write is there
-//   Launched  peers count on this rank: nothing raises from here on but what kernels recorded
-//   Received  results, and the handle
+//   Reserved  all memory that the first launch writes is there
+//   Launched  peers count on this rank: what they need from here on runs in keep_step
+//
+// The last one returns the results. docs/design/0044 says what can still raise after the first launch.
 #pragma once
 
 #include <cstdint>
@@ -55,13 +56,13 @@ class PendingCall {
   virtual void forget(const CallError& error) = 0;
 };
 
-// Between nodes: what the rail may still read when the kernel that put it has ended, until the rail peers
-// have come to a later call. That is the sums that combine stages (docs/design/0022).
+// Between nodes: staging bytes that the NIC may still read after combine's kernel (docs/design/0022).
+// They are safe again once the rail peers have entered a later call.
 struct RailReads {
   bool are_late = false;      // rows are put, not stored
   size_t begin = 0, end = 0;  // of the last combine's staging, from the heap's base
 
-  bool meet(const Block& block) const {
+  bool overlaps(const Block& block) const {
     return block.offset < end && begin < block.offset + block.num_bytes;
   }
 };
@@ -121,8 +122,8 @@ class CallContext {
     }
     begin_unordered();
   }
-  // The same of low-latency calls, which leave a pending dispatch alone: peers that have no counts left
-  // to wait for may be in this call already. A bad expert index found by get_dispatch_layout is left to
+  // Checks that the Buffer is open and no kernel failed. Does not settle a pending dispatch: low-latency
+  // calls leave it alone, since peers without counts to wait for may be in this call already. A bad expert index found by get_dispatch_layout is left to
   // notify_dispatch, which tells the peers as well: raising it here, or not, would depend on when the
   // kernel ran.
   void begin_unordered() const {
@@ -145,11 +146,22 @@ class CallContext {
     fail(CallError::Class::kBufferDestroyed, "the Buffer was used after destroy()");
   }
 
+  // Runs what peers count on, after the first launch of a call. If it raises, this rank is out of step:
+  // later calls raise CallInterrupted until reset(), and the peers time out.
+  template <class Body>
+  void keep_step(const Body& body) {
+    try {
+      body();
+    } catch (...) {
+      engine.note_interrupt();
+      throw;
+    }
+  }
   // Runs a launch. The interpreter's lock is let go of where a launch lasts: on a synchronous target,
   // and where it waits for its kernel, which may need what other threads are about to launch.
   template <class Body>
   void launch(const Body& body) {
-    const InterpreterUnlocked unlocked(engine.is_synchronous() || engine.launches_last());
+    const InterpreterUnlocked unlocked(engine.is_synchronous() || engine.launches_block());
     body();
   }
   // Runs a wait of the host.

@@ -1,4 +1,5 @@
-// The checks that calls of both tiers share: every rule of Buffer.dispatch and Buffer.combine.
+// The checks that calls of both tiers share, and the local sum of expanded rows before combine. Rules of
+// x are in payload.cpp, those of handles in handle.cpp.
 #include <string>
 
 #include "host/calls/combine.hpp"
@@ -48,18 +49,17 @@ CheckedRouting check_routing(const CallContext& context, const DispatchRequest& 
   require_tensor("num_tokens_per_rank", per_rank, {{num_ranks}, {kInt32}}, device);
   require_tensor("num_tokens_per_expert", per_expert, {{-1}, {kInt32}}, device);
   require_tensor("is_token_in_rank", mask, {{num_tokens, num_ranks}, {kBool}}, device);
-  const IntegerRef num_experts{nullptr, true, true, true, per_expert.shape[0]};
-  const int64_t num_max_experts = context.group.num_max_experts;
-  if (per_expert.shape[0] < 1 || per_expert.shape[0] > num_max_experts) {
-    refuse_argument("num_experts", per_expert.shape[0],
+  const int64_t num_experts = per_expert.shape[0], num_max_experts = context.group.num_max_experts;
+  if (num_experts < 1 || num_experts > num_max_experts) {
+    refuse_argument("num_experts", num_experts,
                     "must be an integer of 1 to " + std::to_string(num_max_experts) +
                         " (num_max_experts of the Buffer)");
   }
-  if (names_experts && routing.num_experts != num_experts.value) {
+  if (names_experts && routing.num_experts != num_experts) {
     refuse_argument("num_experts", static_cast<int64_t>(routing.num_experts),
-                    "must be that of the layout (" + std::to_string(num_experts.value) + ")");
+                    "must be that of the layout (" + std::to_string(num_experts) + ")");
   }
-  routing.num_experts = static_cast<int>(num_experts.value);
+  routing.num_experts = static_cast<int>(num_experts);
   routing.has_layout = true;
   routing.is_token_in_rank = memory.address_of(mask);
   routing.num_tokens_per_expert = memory.address_of(per_expert);
@@ -187,11 +187,10 @@ ReducedRows reduce_experts(CallContext& context, CheckedCombine& combine,
   }
   // Between nodes these local kernels see one rank: how many tokens it has received.
   const RoutingAddresses& routing = handle.routing;
-  const uintptr_t num_received =
-      routing.recv_rank_sum + sizeof(int32_t) * static_cast<size_t>(context.group.num_ranks - 1);
   ReduceExpertsArgs args{};
   args.rank_prefix_matrix = reinterpret_cast<const int32_t*>(
-      context.group.is_internode() ? num_received : routing.rank_prefix);
+      context.group.is_internode() ? routing.num_received(context.group.num_ranks)
+                                   : routing.rank_prefix);
   args.recv_rows = reinterpret_cast<const int32_t*>(expansion.recv_rows);
   args.num_topk = expansion.num_topk;
   args.num_rows = static_cast<int>(combine.num_rows);

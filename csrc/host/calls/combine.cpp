@@ -10,11 +10,6 @@ namespace deep_comm {
 
 namespace {
 
-template <class T>
-T* pointer_of(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // Rows that may come, each of which has a place of its own in staged mode.
 int64_t num_staging_rows(const CallContext& context, const DispatchRecord& handle) {
   int num_peers = context.group.num_ranks - 1;

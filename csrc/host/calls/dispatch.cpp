@@ -12,11 +12,6 @@ namespace deep_comm {
 
 namespace {
 
-template <class T>
-T* pointer_of(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 uint32_t line_of(size_t offset) { return static_cast<uint32_t>(offset / kLineBytes); }
 
 // What every dispatch tells its kernel.
@@ -31,12 +26,7 @@ DispatchArgs dispatch_args(const DispatchPlan& plan, const Payload& payload,
   args.send_head = pointer_of<int32_t>(routing.send_head);
   args.rank_prefix_matrix = pointer_of<int32_t>(routing.rank_prefix);
   args.channel_prefix_matrix = pointer_of<int32_t>(routing.channel_prefix);
-  args.num_tokens = static_cast<int>(payload.num_tokens);
-  args.x = pointer_of<uint8_t>(payload.x);
-  args.x_scales = pointer_of<uint8_t>(payload.scales);
-  args.scale_token_stride = payload.scale_token_stride;
-  args.scale_column_stride = payload.scale_column_stride;
-  args.source = pointer_of<uint8_t>(payload.source);
+  set_payload(payload, &args);
   args.recv_x = pointer_of<uint8_t>(out.x);
   args.recv_x_scales = pointer_of<uint8_t>(out.scales);
   args.recv_topk_idx = pointer_of<void>(out.topk_idx);
@@ -66,9 +56,9 @@ void fill_result(CallContext& context, const Payload& payload, const OutputForm&
 
 // ---- the routing of a handle: no counts to exchange, no wait of the host
 
-class CheckedRepeat {
+class CheckedCachedDispatch {
  public:
-  CheckedRepeat(CallContext& context, const DispatchRequest& request)
+  CheckedCachedDispatch(CallContext& context, const DispatchRequest& request)
       : context_(context), request_(request) {
     require_no_routing(request);
     context.begin();
@@ -90,10 +80,10 @@ class CheckedRepeat {
   const CachedDispatchPlan* plan_;  // holds until the Buffer's next call of normal mode
 };
 
-class ReservedRepeat : public CheckedRepeat {
+class ReservedCachedDispatch : public CheckedCachedDispatch {
  public:
-  ReservedRepeat(CheckedRepeat&& checked, CallOrder& order)
-      : CheckedRepeat(std::move(checked)),
+  ReservedCachedDispatch(CheckedCachedDispatch&& checked, CallOrder& order)
+      : CheckedCachedDispatch(std::move(checked)),
         order_(order),
         scratch_(allocate_scratch(context_, payload_, order)),
         out_(cached_outputs(context_.memory, payload_.form, handle_->num_output_rows, order)) {}
@@ -104,9 +94,10 @@ class ReservedRepeat : public CheckedRepeat {
   DispatchOutputs out_;
 };
 
-class LaunchedRepeat : public ReservedRepeat {
+class LaunchedCachedDispatch : public ReservedCachedDispatch {
  public:
-  explicit LaunchedRepeat(ReservedRepeat&& reserved) : ReservedRepeat(std::move(reserved)) {
+  explicit LaunchedCachedDispatch(ReservedCachedDispatch&& reserved)
+      : ReservedCachedDispatch(std::move(reserved)) {
     const DispatchRecord& handle = *handle_;
     DispatchArgs args =
         dispatch_args(plan_->dispatch, payload_, handle.routing, handle.num_experts, out_);
@@ -137,9 +128,10 @@ class LaunchedRepeat : public ReservedRepeat {
 };
 
 DispatchResult dispatch_cached(CallContext& context, const DispatchRequest& request) {
-  CheckedRepeat checked(context, request);
+  CheckedCachedDispatch checked(context, request);
   CallOrder order(context.order, request.streams);
-  DispatchResult result = LaunchedRepeat(ReservedRepeat(std::move(checked), order)).receive();
+  DispatchResult result =
+      LaunchedCachedDispatch(ReservedCachedDispatch(std::move(checked), order)).receive();
   context.end();
   return result;
 }
@@ -163,10 +155,7 @@ struct NewDispatch {
   bool is_bounded() const { return num_worst_tokens() > 0; }
 };
 
-class ReservedDispatch;
-class LaunchedDispatch;
-
-class CheckedDispatch : private NewDispatch {
+class CheckedDispatch : protected NewDispatch {
  public:
   CheckedDispatch(CallContext& call_context, const DispatchRequest& request) {
     context = &call_context;
@@ -175,7 +164,8 @@ class CheckedDispatch : private NewDispatch {
     flags = request.flags;
     has_default_sms = request.config.has_default_sms();
     inputs = inputs_of(payload, request);
-    // Counts that contradict the choices would put expanded rows past their groups.
+    // Expanded rows are placed by topk_idx, so a given layout is ignored: wrong counts would write outside
+    // an expert's group.
     if (flags.expand) routing.has_layout = false;
     if (routing.has_layout) mask = request.is_token_in_rank.object;
     plan = &plan_of(call_context,
@@ -194,25 +184,15 @@ class CheckedDispatch : private NewDispatch {
   }
 
   // For as long as the call may go on.
-  std::vector<Object> kept_inputs() const {
-    std::vector<Object> kept;
-    for (const void* input : inputs) kept.push_back(Object::borrow(input));
-    return kept;
-  }
-  ReservedDispatch reserve(CallOrder& order) &&;
+  std::vector<Object> kept_inputs() const { return borrow_all(inputs); }
 };
 
-// All memory that the first launches write. Rows that come when the host knows how many there are get
-// theirs then.
-class ReservedDispatch : private NewDispatch {
+// Holds the memory of the first launches. If no forecast fits, receive_rows allocates the outputs after
+// the counts.
+class ReservedDispatch : public CheckedDispatch {
  public:
-  LaunchedDispatch launch() &&;
-
- private:
-  friend class CheckedDispatch;
-  friend class LaunchedDispatch;
-  ReservedDispatch(NewDispatch&& call, CallOrder& call_order)
-      : NewDispatch(std::move(call)), order(&call_order) {
+  ReservedDispatch(CheckedDispatch&& checked, CallOrder& call_order)
+      : CheckedDispatch(std::move(checked)), order(&call_order) {
     scratch = allocate_scratch(*context, payload, *order);
     if (flags.expand) {
       numbering = Numbering::make(*context, routing.num_experts, payload.num_tokens,
@@ -234,8 +214,9 @@ class ReservedDispatch : private NewDispatch {
     set_addresses();
   }
 
-  // Before anybody knows how many rows come: room for the first forecast that there is room for. What
-  // is too much goes back when they have come.
+ protected:
+  // Reserves outputs before the counts are known: takes the first forecast that fits. shrink frees the
+  // excess later.
   void reserve_rows() {
     const auto reserve = [&](int64_t num_rows) {
       reservation = Reservation::take(context->memory, form, num_rows, layout.num_bytes(), *order);
@@ -323,6 +304,11 @@ class ReservedDispatch : private NewDispatch {
 
 class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
  public:
+  explicit LaunchedDispatch(ReservedDispatch&& reserved) : ReservedDispatch(std::move(reserved)) {
+    launch_notify();
+    if (is_bounded() || reservation) launch_dispatch(!is_bounded());
+  }
+
   DispatchResult receive() override {
     if (!is_bounded()) receive_rows();
     context->region_use.note(&RegionUse::dispatch, out.block != nullptr,
@@ -349,9 +335,6 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
   }
 
  private:
-  friend class ReservedDispatch;
-  explicit LaunchedDispatch(ReservedDispatch&& call) : ReservedDispatch(std::move(call)) {}
-
   // Waits for the counts; rows that no early launch has moved are moved now.
   void receive_rows() {
     counts = context->wait([&] { return context->engine.wait_counts(); });
@@ -375,13 +358,15 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
       out = reservation->outputs(memory, form);
       return;
     }
-    out = {};
-    // Some rank has no room for so many; all launch again.
-    if (reservation) std::move(*reservation).keep_routing();
-    reservation.reset();
-    order->follow_caller();
-    out = outputs_anywhere(memory, form, num_rows, counts->num_recv_tokens, *order);
-    launch_dispatch(false);
+    // A rank lacked room, so the speculative dispatch sent nothing. All ranks launch it again.
+    context->keep_step([&] {
+      out = {};
+      if (reservation) std::move(*reservation).keep_routing();
+      reservation.reset();
+      order->follow_caller();
+      out = outputs_anywhere(memory, form, num_rows, counts->num_recv_tokens, *order);
+      launch_dispatch(false);
+    });
   }
 
   std::shared_ptr<DispatchRecord> make_record() const {
@@ -445,16 +430,6 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
   std::optional<Counts> counts;  // empty with a bound of the rows
 };
 
-ReservedDispatch CheckedDispatch::reserve(CallOrder& order) && {
-  return ReservedDispatch(std::move(*this), order);
-}
-
-LaunchedDispatch ReservedDispatch::launch() && {
-  launch_notify();
-  if (is_bounded() || reservation) launch_dispatch(!is_bounded());
-  return LaunchedDispatch(std::move(*this));
-}
-
 }  // namespace
 
 DispatchResult dispatch_in_node(CallContext& context, const DispatchRequest& request) {
@@ -462,7 +437,7 @@ DispatchResult dispatch_in_node(CallContext& context, const DispatchRequest& req
   context.begin();
   CheckedDispatch checked(context, request);
   CallOrder order(context.order, request.streams);
-  DispatchResult result = std::move(checked).reserve(order).launch().receive();
+  DispatchResult result = LaunchedDispatch(ReservedDispatch(std::move(checked), order)).receive();
   context.end();
   return result;
 }
@@ -471,11 +446,9 @@ std::shared_ptr<PendingDispatch> begin_dispatch_in_node(CallContext& context,
                                                         const DispatchRequest& request) {
   context.begin();
   CheckedDispatch checked(context, request);
-  std::vector<Object> inputs = checked.kept_inputs();
-  auto order = std::make_unique<CallOrder>(context.order, request.streams);
-  auto launched = std::make_unique<LaunchedDispatch>(std::move(checked).reserve(*order).launch());
-  order->pause();
-  return make_pending(context, std::move(order), std::move(launched), std::move(inputs));
+  return launch_pending(context, request.streams, checked.kept_inputs(), [&](CallOrder& order) {
+    return std::make_unique<LaunchedDispatch>(ReservedDispatch(std::move(checked), order));
+  });
 }
 
 }  // namespace deep_comm

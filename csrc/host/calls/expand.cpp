@@ -2,15 +2,6 @@
 
 namespace deep_comm {
 
-namespace {
-
-template <class T>
-T* pointer_of(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
-
 Numbering Numbering::make(CallContext& context, int num_experts, int64_t num_tokens, int num_topk,
                           CallOrder& order) {
   const GroupShape& group = context.group;

@@ -10,11 +10,6 @@ namespace deep_comm {
 
 namespace {
 
-template <class T>
-T* pointer_of(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // Rows and sums for which a combine needs a place: those that the node's other ranks return, that come
 // from other nodes and that go there.
 int64_t num_staging_rows_of(const GroupShape& group, const DispatchRecord& handle) {

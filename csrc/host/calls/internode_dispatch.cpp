@@ -13,16 +13,6 @@ namespace deep_comm {
 
 namespace {
 
-template <class T>
-T* pointer_of(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// Address of an int32: how many tokens this rank has received.
-uintptr_t num_received_of(const CallContext& context, const RoutingAddresses& routing) {
-  return routing.recv_rank_sum + sizeof(int32_t) * static_cast<size_t>(context.group.num_ranks - 1);
-}
-
 // A launch of the dispatch kernel.
 struct Movement {
   const RingPlan& plan;
@@ -37,8 +27,7 @@ struct Movement {
   bool fill_tail = false, zero_tail = false, is_early = false;
 };
 
-// `rows` null: of an early dispatch for which this rank has no room. No other rank knows, and all of
-// them will see that it has none.
+// `rows` null: an early dispatch without room here. The kernel tells the other ranks; none sends.
 void move_rows(CallContext& context, const Movement& movement, const TierRows* rows,
                uint64_t stream) {
   const Payload& payload = movement.payload;
@@ -56,20 +45,14 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   args.recv_rank_prefix_sum = pointer_of<int32_t>(routing.recv_rank_sum);
   args.node_channel_prefix = pointer_of<int32_t>(routing.node_prefix);
   args.send_slots = pointer_of<int32_t>(routing.send_slots);
-  args.x = pointer_of<uint8_t>(payload.x);
-  args.num_tokens = static_cast<int>(payload.num_tokens);
-  args.x_scales = pointer_of<uint8_t>(payload.scales);
+  set_payload(payload, &args);
   args.scale_bytes = payload.form.scale_bytes();
   args.num_scales = payload.form.num_scales;
-  args.scale_token_stride = payload.scale_token_stride;
-  args.scale_column_stride = payload.scale_column_stride;
-  args.source = pointer_of<uint8_t>(payload.source);
   args.scale_format = payload.form.scale_format;
   args.topk_idx = pointer_of<void>(movement.topk_idx);
   args.topk_idx_bytes = movement.topk_idx_bytes;
   args.topk_weights = pointer_of<float>(movement.topk_weights);
-  // In direct mode no kernel follows the addresses of its own outputs; that they are not 0 says what
-  // the call carries.
+  // In direct mode the kernel only tests these addresses for null.
   args.recv_x = pointer_of<uint8_t>(rows == nullptr ? payload.x : rows->x());
   if (rows != nullptr) {
     args.recv_x_scales = pointer_of<uint8_t>(rows->scales());
@@ -94,9 +77,9 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   });
 }
 
-// What a dispatch returns of its rows.
-void give_rows(CallContext& context, const RingPlan& plan, const Payload& payload, TierRows& rows,
-               CallOrder& order, DispatchResult* result) {
+// Moves the received tensors into *result.
+void take_results(CallContext& context, const RingPlan& plan, const Payload& payload,
+                  TierRows& rows, CallOrder& order, DispatchResult* result) {
   result->recv_x = rows.take_x(context);
   result->recv_topk_idx = rows.take_topk_idx(context);
   result->recv_topk_weights = rows.take_topk_weights(context);
@@ -108,8 +91,8 @@ void give_rows(CallContext& context, const RingPlan& plan, const Payload& payloa
   }
 }
 
-void give_rows(CallContext& context, const RingPlan& plan, const Payload& payload, int64_t num_rows,
-               GatheredRows rows, CallOrder& order, DispatchResult* result) {
+void take_results(CallContext& context, const RingPlan& plan, const Payload& payload,
+                  int64_t num_rows, GatheredRows rows, CallOrder& order, DispatchResult* result) {
   result->recv_x = std::move(rows.x.tensor);
   result->recv_topk_idx = std::move(rows.topk_idx.tensor);
   result->recv_topk_weights = std::move(rows.topk_weights.tensor);
@@ -124,9 +107,9 @@ void give_rows(CallContext& context, const RingPlan& plan, const Payload& payloa
 
 // ---- the routing of a handle: no counts to exchange, no wait of the host
 
-class CheckedTierRepeat {
+class CheckedCachedTierDispatch {
  public:
-  CheckedTierRepeat(CallContext& context, const DispatchRequest& request)
+  CheckedCachedTierDispatch(CallContext& context, const DispatchRequest& request)
       : context_(context), request_(request) {
     require_no_routing(request);
     context.begin();
@@ -146,10 +129,10 @@ class CheckedTierRepeat {
   RingPlan plan_;
 };
 
-class ReservedTierRepeat : public CheckedTierRepeat {
+class ReservedCachedTierDispatch : public CheckedCachedTierDispatch {
  public:
-  ReservedTierRepeat(CheckedTierRepeat&& checked, CallOrder& order)
-      : CheckedTierRepeat(std::move(checked)),
+  ReservedCachedTierDispatch(CheckedCachedTierDispatch&& checked, CallOrder& order)
+      : CheckedCachedTierDispatch(std::move(checked)),
         order_(order),
         scratch_(allocate_scratch(context_, payload_, order_)),
         form_{.payload = payload_.form,
@@ -160,7 +143,7 @@ class ReservedTierRepeat : public CheckedTierRepeat {
     // A handle that was given as ten tensors does not bring them along.
     if (handle_->routing.send_slots != 0 || !rows_.are_in_region()) return;
     const GroupShape& group = context_.group;
-    places_ = context_.memory.empty(
+    send_slots_ = context_.memory.empty(
         TensorSpec::of(kInt32, {payload_.num_tokens, group.num_nodes + group.num_ranks}), order_);
   }
 
@@ -169,16 +152,16 @@ class ReservedTierRepeat : public CheckedTierRepeat {
   CastScratch scratch_;
   TierRowForm form_;
   TierRows rows_;
-  MadeTensor places_;
+  MadeTensor send_slots_;
 };
 
-class LaunchedTierRepeat : public ReservedTierRepeat {
+class LaunchedCachedTierDispatch : public ReservedCachedTierDispatch {
  public:
-  explicit LaunchedTierRepeat(ReservedTierRepeat&& reserved)
-      : ReservedTierRepeat(std::move(reserved)) {
+  explicit LaunchedCachedTierDispatch(ReservedCachedTierDispatch&& reserved)
+      : ReservedCachedTierDispatch(std::move(reserved)) {
     RoutingAddresses routing = handle_->routing;
-    if (places_.tensor) {
-      routing.send_slots = context_.memory.non_null(places_.address);
+    if (send_slots_.tensor) {
+      routing.send_slots = context_.memory.non_null(send_slots_.address);
       context_.launch([&] {
         context_.engine.internode_send_slots(
             pointer_of<uint8_t>(routing.is_token_in_rank), static_cast<int>(payload_.num_tokens),
@@ -198,12 +181,12 @@ class LaunchedTierRepeat : public ReservedTierRepeat {
     if (handle_->expansion) {
       const ExpansionRecord& expansion = *handle_->expansion;
       GatheredRows gathered = expand_received(
-          context_, rows_, form_, num_received_of(context_, handle_->routing), expansion,
-          request_.flags.zero_padding, true, plan_.num_local_blocks, order_);
-      give_rows(context_, plan_, payload_, expansion.num_rows, std::move(gathered), order_,
-                &result);
+          context_, rows_, form_, handle_->routing.num_received(context_.group.num_ranks),
+          expansion, request_.flags.zero_padding, true, plan_.num_local_blocks, order_);
+      take_results(context_, plan_, payload_, expansion.num_rows, std::move(gathered), order_,
+                   &result);
     } else {
-      give_rows(context_, plan_, payload_, rows_, order_, &result);
+      take_results(context_, plan_, payload_, rows_, order_, &result);
     }
     result.event = order_.finish({payload_.x_object, payload_.scales_object}, &handle_->held);
     return result;
@@ -230,7 +213,7 @@ class CheckedTierDispatch {
     inputs_ = inputs_of(payload_, request);
     if (routing_.has_layout) mask_ = Object::borrow(request.is_token_in_rank.object);
   }
-  const std::vector<const void*>& inputs() const { return inputs_; }
+  std::vector<Object> kept_inputs() const { return borrow_all(inputs_); }
 
  protected:
   bool is_bounded() const { return routing_.num_worst_tokens > 0; }
@@ -284,15 +267,9 @@ class ReservedTierDispatch : public CheckedTierDispatch {
   bool is_early_ = false;  // rows go out before their counts are known
 
  private:
-  // What the counting kernels write.
-  //
-  // They run before any peer has come to this call, when the rail may still read the sums that the
-  // combine before has staged in the receive region (RailReads). Blocks of the region do not know
-  // that: a combine gives its staging back at once, so that the next call's rows can lie there, which
-  // are written after the rail peers have come. So where the rail reads late, what is counted lies in
-  // the framework's memory, in every call and in graphs, whose last combine stages for the next replay's
-  // first dispatch. Nothing else of a call is written so early: the copies of a cast and the places of
-  // a handle without them are the framework's as well.
+  // What the counting kernels write. With late rail reads the RDMA NIC may still read the last combine's
+  // staging in the region, since no peer has entered this call yet. So the counting kernels must not
+  // write there, and the routing block comes from torch: docs/design/0056.
   void reserve_routing() {
     const GroupShape& group = context_.group;
     layout_ = RoutingBlock::between_nodes(
@@ -346,12 +323,15 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
         rows_->shrink(context_, counts->num_recv_tokens, counts->num_forward_tokens);
         if (flags_.expand) order_.follow_caller();
       } else {
-        is_early_ = false;
-        rows_.reset();  // some rank has no room for so many; all launch again
-        order_.follow_caller();
-        rows_ = TierRows::allocate(context_, form_, counts->num_recv_tokens,
-                                   counts->num_forward_tokens, order_);
-        move(&*rows_);
+        // A rank lacked room, so an early dispatch sent nothing. All ranks launch it again.
+        context_.keep_step([&] {
+          is_early_ = false;
+          rows_.reset();
+          order_.follow_caller();
+          rows_ = TierRows::allocate(context_, form_, counts->num_recv_tokens,
+                                     counts->num_forward_tokens, order_);
+          move(&*rows_);
+        });
       }
     }
     return end(counts);
@@ -447,7 +427,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
       if (counts) {
         for (const int count : counts->num_recv_tokens_per_expert) num_rows += count;
       }
-      const uintptr_t num_received = num_received_of(context_, addresses_);
+      const uintptr_t num_received = addresses_.num_received(context_.group.num_ranks);
       ReceivedNumbering numbering =
           number_received(context_, *rows_, form_, num_received,
                           context_.group.num_local_experts(routing_.num_experts),
@@ -463,12 +443,12 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
                                         TensorSpec::of(kFloat32, {num_rows}),
                                         {}};
       }
-      give_rows(context_, plan_, payload_, num_rows, std::move(gathered), order_, &result);
+      take_results(context_, plan_, payload_, num_rows, std::move(gathered), order_, &result);
       record.num_output_rows = num_rows;
       record.expansion = std::move(numbering.expansion);
       record.held.tensors.push_back(std::move(numbering.storage.tensor));
     } else {
-      give_rows(context_, plan_, payload_, *rows_, order_, &result);
+      take_results(context_, plan_, payload_, *rows_, order_, &result);
     }
     result.event = order_.finish(inputs_, nullptr);
     result.has_counts = true;
@@ -511,9 +491,10 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
 DispatchResult dispatch_between_nodes(CallContext& context, const DispatchRequest& request) {
   DispatchResult result;
   if (request.handle.is_given) {
-    CheckedTierRepeat checked(context, request);
+    CheckedCachedTierDispatch checked(context, request);
     CallOrder order(context.order, request.streams);
-    result = LaunchedTierRepeat(ReservedTierRepeat(std::move(checked), order)).receive();
+    result =
+        LaunchedCachedTierDispatch(ReservedCachedTierDispatch(std::move(checked), order)).receive();
   } else {
     CheckedTierDispatch checked(context, request);
     CallOrder order(context.order, request.streams);
@@ -526,13 +507,9 @@ DispatchResult dispatch_between_nodes(CallContext& context, const DispatchReques
 std::shared_ptr<PendingDispatch> begin_dispatch_between_nodes(CallContext& context,
                                                               const DispatchRequest& request) {
   CheckedTierDispatch checked(context, request);
-  std::vector<Object> inputs;
-  for (const void* input : checked.inputs()) inputs.push_back(Object::borrow(input));
-  auto order = std::make_unique<CallOrder>(context.order, request.streams);
-  auto launched =
-      std::make_unique<LaunchedTierDispatch>(ReservedTierDispatch(std::move(checked), *order));
-  order->pause();
-  return make_pending(context, std::move(order), std::move(launched), std::move(inputs));
+  return launch_pending(context, request.streams, checked.kept_inputs(), [&](CallOrder& order) {
+    return std::make_unique<LaunchedTierDispatch>(ReservedTierDispatch(std::move(checked), order));
+  });
 }
 
 }  // namespace deep_comm

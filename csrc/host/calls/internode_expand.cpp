@@ -4,15 +4,6 @@
 
 namespace deep_comm {
 
-namespace {
-
-template <class T>
-T* pointer_of(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
-
 ReceivedNumbering number_received(CallContext& context, const TierRows& received,
                                   const TierRowForm& form, uintptr_t num_received,
                                   int num_local_experts, int expert_alignment, int64_t num_rows,

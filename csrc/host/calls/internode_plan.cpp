@@ -18,19 +18,6 @@ Config with_channels_of_two_sms(Config config) {
   return config;
 }
 
-[[noreturn]] void refuse_rail_memory(size_t num_bytes, size_t needed_bytes, int num_channels,
-                                     int num_slots, int num_nodes) {
-  CallError error;
-  error.error_class = CallError::Class::kBufferTooSmall;
-  error.argument = "num_rdma_bytes";
-  error.value = static_cast<int64_t>(num_bytes);
-  error.needed_bytes = static_cast<int64_t>(needed_bytes);
-  error.rule = std::to_string(num_channels) + " channels with rings of " +
-               std::to_string(num_slots) + " slots to each of " + std::to_string(num_nodes) +
-               " nodes";
-  throw error;
-}
-
 RingPlan make_plan(const CallContext& context, const TwoTierKey& key,
                    const DispatchRecord* handle) {
   const GroupShape& group = context.group;
@@ -60,7 +47,9 @@ RingPlan make_plan(const CallContext& context, const TwoTierKey& key,
   const size_t most_bytes = context.rings.num_rdma_bytes;
   while (!is_given && slots > 1 && rail_bytes(channels, slots) > most_bytes) slots /= 2;
   if (rail_bytes(channels, slots) > most_bytes) {
-    refuse_rail_memory(most_bytes, rail_bytes(channels, slots), channels, slots, group.num_nodes);
+    refuse_memory("num_rdma_bytes", most_bytes, rail_bytes(channels, slots),
+                  std::to_string(channels) + " channels with rings of " + std::to_string(slots) +
+                      " slots to each of " + std::to_string(group.num_nodes) + " nodes");
   }
   plan.rail = {std::min(config.rdma_send_tokens, slots), slots};
   // A few SMs fill the links, but not the memory of a GPU: docs/design/0036.

@@ -5,7 +5,7 @@
 namespace deep_comm {
 
 void poison_block(CallContext& context, const Block& block, const CallOrder& order) {
-  if (order.is_captured() || context.rail_reads.meet(block)) return;
+  if (order.is_captured() || context.rail_reads.overlaps(block)) return;
   context.memory.poison(block.offset, block.num_bytes, order);
 }
 

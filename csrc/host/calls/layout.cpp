@@ -2,15 +2,6 @@
 
 namespace deep_comm {
 
-namespace {
-
-template <class T>
-T* pointer_of(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
-
 void launch_layout(CallContext& context, const TensorRef& topk_idx, int num_experts,
                    const LayoutAddresses& out, uint64_t stream) {
   const auto choices = reinterpret_cast<const void*>(context.memory.non_null(topk_idx.address));

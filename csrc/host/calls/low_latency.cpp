@@ -77,6 +77,22 @@ PayloadFormat format_of(const LowLatencyDispatchRequest& request) {
   return request.use_fp8 ? PayloadFormat::kFp8 : PayloadFormat::kBfloat16;
 }
 
+// What a hook launches. `made`, and the caller's tensors, live until then.
+template <class Call>
+std::shared_ptr<LowLatencyPending> receive_phase(LowLatencyKind kind,
+                                                 std::shared_ptr<const LowLatencyForm> form,
+                                                 std::shared_ptr<LowLatencyDispatchRecord> record,
+                                                 Call call, uint64_t stream,
+                                                 const std::array<const void*, 6>& inputs,
+                                                 std::initializer_list<Object> made) {
+  call.send = false;
+  call.receive = true;
+  auto phase = std::make_shared<LowLatencyPending>(LowLatencyPending{
+      kind, std::move(form), std::move(record), call, stream, borrow_all(inputs)});
+  phase->kept.insert(phase->kept.end(), made);
+  return phase;
+}
+
 CallOrder begin_order(CallContext& context, bool is_async) {
   if (is_async) return {context.order, {.is_async = true}};
   return CallOrder::unordered(context.order);
@@ -132,31 +148,20 @@ void LowLatencyCalls::run(const LowLatencyForm& form, const LowLatencyCombineCal
 }
 
 // Launches a call, or its send phase and leaves the other to the hook.
-template <class Call>
-LowLatencyCompletion LowLatencyCalls::launch_phases(CallOrder& order, LowLatencyPending waiting,
-                                                    Call call, bool has_hook,
-                                                    const std::array<const void*, 6>& inputs) {
+template <class Reserved>
+LowLatencyCompletion LowLatencyCalls::launch_phases(Reserved& reserved, LowLatencyKind kind) {
+  CallOrder& order = reserved.order_;
+  const std::array<const void*, 6>& inputs = reserved.checked_.inputs_;
+  const bool has_hook = reserved.pending_ != nullptr;
+  Pending& pending = pending_of(kind);
+  pending.reserve(pending.size() + 1);
+  auto call = reserved.checked_.call_;
   call.send = true;
   call.receive = !has_hook;
-  run(*waiting.form, call, order.stream());
-  Pending& pending = pending_of(waiting.kind);
+  run(*reserved.checked_.form_, call, order.stream());
   for (const std::shared_ptr<LowLatencyPending>& earlier : pending) earlier->is_overtaken = true;
+  if (has_hook) pending.push_back(std::move(reserved.pending_));
   LowLatencyCompletion completion;
-  if (has_hook) {
-    call.send = false;
-    call.receive = true;
-    if constexpr (std::is_same_v<Call, LowLatencyDispatchCall>) {
-      waiting.dispatch = call;
-    } else {
-      waiting.combine = call;
-    }
-    waiting.stream = order.stream();
-    for (const void* input : inputs) {
-      if (input != nullptr) waiting.kept.push_back(Object::borrow(input));
-    }
-    completion.pending = std::make_shared<LowLatencyPending>(std::move(waiting));
-    pending.push_back(completion.pending);
-  }
   if (order.is_async()) {
     completion.owner_stream = order.owner_stream();
     std::vector<const void*> told(inputs.begin(), inputs.end());
@@ -192,11 +197,7 @@ void LowLatencyCalls::receive(LowLatencyPending& pending) {
   }
   {
     const DeviceScope device(context_.order.target());
-    if (pending.kind == LowLatencyKind::kDispatch) {
-      run(*pending.form, pending.dispatch, pending.stream);
-    } else {
-      run(*pending.form, pending.combine, pending.stream);
-    }
+    std::visit([&](const auto& call) { run(*pending.form, call, pending.stream); }, pending.call);
   }
   pending.record = nullptr;
   context_.end();
@@ -302,31 +303,26 @@ ReservedLowLatencyDispatch::ReservedLowLatencyDispatch(CallContext& context,
       form.recv_x.type, {form.num_local_experts * form.num_rows, form.options().hidden});
   MadeTensor rows = memory.empty(checked_.is_flat_ ? flat : form.recv_x, order_);
   call.recv_x = memory.non_null(rows.address);
-  result_.recv_x = std::move(rows.tensor);
+  result.recv_x = std::move(rows.tensor);
   if (form.has_scales()) {
     MadeTensor scales = memory.empty(form.recv_scales, order_);
     call.recv_scales = memory.non_null(scales.address);
-    result_.recv_scales = std::move(scales.tensor);
+    result.recv_scales = std::move(scales.tensor);
   }
   MadeTensor metadata = memory.empty(form.metadata, order_);
   call.metadata = metadata.address;
-  result_.record = std::make_shared<LowLatencyDispatchRecord>(
+  result.record = std::make_shared<LowLatencyDispatchRecord>(
       LowLatencyDispatchRecord{checked_.form_, call.num_tokens, std::move(metadata)});
-  result_.recv_count = result_.record->part("recv_count");
+  result.recv_count = result.record->part("recv_count");
+  if (!checked_.has_hook_) return;
+  result.record->state = LowLatencyDispatchRecord::State::kWaits;
+  pending_ = result.pending =
+      receive_phase(LowLatencyKind::kDispatch, checked_.form_, result.record, call, order_.stream(),
+                    checked_.inputs_, {result.recv_x, result.recv_scales});
 }
 
-LowLatencyDispatchResult LowLatencyCalls::launch(ReservedLowLatencyDispatch&& reserved) {
-  const CheckedLowLatencyDispatch& checked = reserved.checked_;
-  LowLatencyDispatchResult result = std::move(reserved.result_);
-  LowLatencyPending waiting{
-      .kind = LowLatencyKind::kDispatch, .form = checked.form_, .record = result.record};
-  if (checked.has_hook_) {
-    result.record->state = LowLatencyDispatchRecord::State::kWaits;
-    waiting.kept = {result.recv_x, result.recv_scales};
-  }
-  result.completion = launch_phases(reserved.order_, std::move(waiting), checked.call_,
-                                    checked.has_hook_, checked.inputs_);
-  return result;
+LowLatencyCompletion LowLatencyCalls::launch(ReservedLowLatencyDispatch&& reserved) {
+  return launch_phases(reserved, LowLatencyKind::kDispatch);
 }
 
 // ---- combine --------------------------------------------------------------------------------------
@@ -461,28 +457,23 @@ ReservedLowLatencyCombine::ReservedLowLatencyCombine(CallContext& context,
   Memory& memory = context.memory;
   LowLatencyCombineCall& call = checked_.call_;
   if (checked_.out_ != nullptr) {
-    result_.combined_x = Object::borrow(checked_.out_);
+    result.combined_x = Object::borrow(checked_.out_);
   } else {
     MadeTensor sums = memory.empty(
         TensorSpec::of(kBfloat16, {call.num_tokens, checked_.form_->options().hidden}), order_);
     call.combined_x = memory.non_null(sums.address);
-    result_.combined_x = std::move(sums.tensor);
+    result.combined_x = std::move(sums.tensor);
   }
-  if (checked_.has_hook_) {
-    ticket_ = memory.empty(TensorSpec::of(kInt32, {1}), order_);
-    call.ticket = ticket_.address;
-  }
+  if (!checked_.has_hook_) return;
+  MadeTensor ticket = memory.empty(TensorSpec::of(kInt32, {1}), order_);
+  call.ticket = ticket.address;
+  pending_ = result.pending =
+      receive_phase(LowLatencyKind::kCombine, checked_.form_, checked_.record_, call,
+                    order_.stream(), checked_.inputs_, {result.combined_x, ticket.tensor});
 }
 
-LowLatencyCombineResult LowLatencyCalls::launch(ReservedLowLatencyCombine&& reserved) {
-  const CheckedLowLatencyCombine& checked = reserved.checked_;
-  LowLatencyCombineResult result = std::move(reserved.result_);
-  LowLatencyPending waiting{
-      .kind = LowLatencyKind::kCombine, .form = checked.form_, .record = checked.record_};
-  if (checked.has_hook_) waiting.kept = {result.combined_x, std::move(reserved.ticket_.tensor)};
-  result.completion = launch_phases(reserved.order_, std::move(waiting), checked.call_,
-                                    checked.has_hook_, checked.inputs_);
-  return result;
+LowLatencyCompletion LowLatencyCalls::launch(ReservedLowLatencyCombine&& reserved) {
+  return launch_phases(reserved, LowLatencyKind::kCombine);
 }
 
 }  // namespace deep_comm

@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "host/calls/call_context.hpp"
@@ -73,8 +74,7 @@ struct LowLatencyPending {
   LowLatencyKind kind;
   std::shared_ptr<const LowLatencyForm> form;
   std::shared_ptr<LowLatencyDispatchRecord> record;
-  LowLatencyDispatchCall dispatch{};  // the one of its kind
-  LowLatencyCombineCall combine{};
+  std::variant<LowLatencyDispatchCall, LowLatencyCombineCall> call;
   uint64_t stream = 0;
   std::vector<Object> kept{};
   bool is_overtaken = false;  // another call of its kind has been sent since
@@ -101,7 +101,7 @@ struct LowLatencyCombineRequest {
   bool is_flat = false;  // x is [L * N, H]
 };
 
-// How a call runs among streams, and what its results need.
+// What a launch leaves: how the call runs among streams, and what its results need.
 struct LowLatencyCompletion {
   std::shared_ptr<Event> event;  // of an asynchronous call
   // What that call reads and writes, of memory that goes back to `owner_stream`: the framework's
@@ -109,19 +109,19 @@ struct LowLatencyCompletion {
   // until that stream waits for it, or tells the allocator. Empty: it has been told.
   std::vector<Object> tensors;
   uint64_t owner_stream = 0;
-  std::shared_ptr<LowLatencyPending> pending;  // of a call with a hook
 };
 
+// Results are there before the launch, so that all that is made of them can be as well.
 struct LowLatencyDispatchResult {
   Object recv_x, recv_scales;  // scales: null without
   Object recv_count;           // int32 [L]
   std::shared_ptr<LowLatencyDispatchRecord> record;
-  LowLatencyCompletion completion;
+  std::shared_ptr<LowLatencyPending> pending;  // of a call with a hook
 };
 
 struct LowLatencyCombineResult {
-  Object combined_x;  // bfloat16 [T, H]
-  LowLatencyCompletion completion;
+  Object combined_x;                           // bfloat16 [T, H]
+  std::shared_ptr<LowLatencyPending> pending;  // of a call with a hook
 };
 
 struct LowLatencySettings {
@@ -141,9 +141,6 @@ class LowLatencyCalls;
 
 // A dispatch that nothing is wrong with.
 class CheckedLowLatencyDispatch {
- public:
-  int num_tokens() const { return call_.num_tokens; }
-
  private:
   friend class LowLatencyCalls;
   friend class ReservedLowLatencyDispatch;
@@ -158,8 +155,7 @@ class CheckedLowLatencyDispatch {
 // It has its memory, and its place among the streams.
 class ReservedLowLatencyDispatch {
  public:
-  uint64_t stream() const { return order_.stream(); }
-  int num_tokens() const { return checked_.num_tokens(); }
+  LowLatencyDispatchResult result;
 
  private:
   friend class LowLatencyCalls;
@@ -167,7 +163,7 @@ class ReservedLowLatencyDispatch {
 
   CheckedLowLatencyDispatch checked_;
   CallOrder order_;
-  LowLatencyDispatchResult result_;
+  std::shared_ptr<LowLatencyPending> pending_;  // of a call with a hook
 };
 
 class CheckedLowLatencyCombine {
@@ -185,14 +181,16 @@ class CheckedLowLatencyCombine {
 };
 
 class ReservedLowLatencyCombine {
+ public:
+  LowLatencyCombineResult result;
+
  private:
   friend class LowLatencyCalls;
   ReservedLowLatencyCombine(CallContext& context, CheckedLowLatencyCombine checked);
 
   CheckedLowLatencyCombine checked_;
   CallOrder order_;
-  MadeTensor ticket_;  // of a call with a hook
-  LowLatencyCombineResult result_;
+  std::shared_ptr<LowLatencyPending> pending_;  // of a call with a hook
 };
 
 // Of one Buffer. Calls are not ordered among those of normal mode, unless they are asynchronous.
@@ -202,13 +200,6 @@ class LowLatencyCalls {
       : context_(context), settings_(std::move(settings)) {}
   LowLatencyCalls(const LowLatencyCalls&) = delete;
   LowLatencyCalls& operator=(const LowLatencyCalls&) = delete;
-
-  LowLatencyDispatchResult dispatch(const LowLatencyDispatchRequest& request) {
-    return launch(reserve(check(request)));
-  }
-  LowLatencyCombineResult combine(const LowLatencyCombineRequest& request) {
-    return launch(reserve(check(request)));
-  }
 
   // Throw CallError: kArgument, kBufferTooSmall, kHandleMismatch, kUnsupported; kRecorded if a
   // kernel has failed before.
@@ -223,8 +214,8 @@ class LowLatencyCalls {
   }
   // Throw kRecorded where kernels have ended by now and failed; of a call with a hook, the hook does
   // that: peers count on its receive phase.
-  LowLatencyDispatchResult launch(ReservedLowLatencyDispatch&& reserved);
-  LowLatencyCombineResult launch(ReservedLowLatencyCombine&& reserved);
+  LowLatencyCompletion launch(ReservedLowLatencyDispatch&& reserved);
+  LowLatencyCompletion launch(ReservedLowLatencyCombine&& reserved);
 
   // What a hook does. Throws CallError kArgument if it has run, or a reset has forgotten it.
   void receive(LowLatencyPending& pending);
@@ -258,9 +249,8 @@ class LowLatencyCalls {
   void require_received(const LowLatencyDispatchRecord& handle) const;
   void run(const LowLatencyForm& form, const LowLatencyDispatchCall& call, uint64_t stream);
   void run(const LowLatencyForm& form, const LowLatencyCombineCall& call, uint64_t stream);
-  template <class Call>
-  LowLatencyCompletion launch_phases(CallOrder& order, LowLatencyPending waiting, Call call,
-                                     bool has_hook, const std::array<const void*, 6>& inputs);
+  template <class Reserved>
+  LowLatencyCompletion launch_phases(Reserved& reserved, LowLatencyKind kind);
 
   CallContext& context_;
   const LowLatencySettings settings_;

@@ -14,10 +14,6 @@ constexpr int kBlockMultiple = 8;
 constexpr int kScalesPerPack = 4;
 constexpr int kFp4TileRows = 128;
 
-int64_t round_up_to_quotient(int64_t value, int64_t divisor) {
-  return (value + divisor - 1) / divisor;
-}
-
 bool is_same_form(const LowLatencyOptions& one, const LowLatencyOptions& other) {
   return one.num_max_tokens == other.num_max_tokens && one.hidden == other.hidden &&
          one.num_topk == other.num_topk && one.num_experts == other.num_experts &&
@@ -116,7 +112,7 @@ int LowLatencyCalls::checked_num_blocks(const LowLatencyOptions& options) const 
                                                      settings_.num_wanted_blocks);
   // No more than there are pieces of work, and one: the last block counts, best without rows.
   const int64_t num_pieces =
-      options.num_max_tokens * round_up_to_quotient(options.hidden, kColumnGroup);
+      options.num_max_tokens * ceil_div<int64_t>(options.hidden, kColumnGroup);
   const int num_blocks =
       static_cast<int>(std::min<int64_t>({available, kMaxLowLatencyBlocks, num_pieces + 1}));
   LowLatencyOptions of_blocks = options;
@@ -137,14 +133,9 @@ void LowLatencyCalls::require_room(const LowLatencyOptions& options, bool one_ro
                                                  group.is_internode(), settings_.can_shrink);
   const size_t available = context_.engine.low_latency_bytes();
   if (needed <= available) return;
-  CallError error;
-  error.error_class = CallError::Class::kBufferTooSmall;
-  error.argument = "num_rdma_bytes";
-  error.value = static_cast<int64_t>(available);
-  error.needed_bytes = static_cast<int64_t>(needed);
-  error.rule = std::to_string(options.num_max_tokens) + " tokens a rank of hidden size " +
-               std::to_string(options.hidden);
-  throw error;
+  refuse_memory("num_rdma_bytes", available, needed,
+                std::to_string(options.num_max_tokens) + " tokens per rank of hidden size " +
+                    std::to_string(options.hidden));
 }
 
 LowLatencyForm LowLatencyCalls::make_form(LowLatencyOptions options) const {
@@ -162,13 +153,12 @@ LowLatencyForm LowLatencyCalls::make_form(LowLatencyOptions options) const {
     const int64_t num_scales = options.hidden / kScaleBlockColumns;
     form.recv_scales =
         options.use_ue8m0
-            ? grouped(form, kInt32,
-                      {form.num_rows, round_up_to_quotient(num_scales, kScalesPerPack)})
+            ? grouped(form, kInt32, {form.num_rows, ceil_div<int64_t>(num_scales, kScalesPerPack)})
             : grouped(form, kFloat32, {form.num_rows, num_scales});
     store_by_column(&form.recv_scales);  // as grouped kernels take them
   } else if (options.format == PayloadFormat::kNvFp4) {
     form.recv_x = grouped(form, kUint8, {form.num_rows, options.hidden / 2});
-    const int64_t num_tiles = round_up_to_quotient(form.num_rows, kFp4TileRows);
+    const int64_t num_tiles = ceil_div<int64_t>(form.num_rows, kFp4TileRows);
     form.recv_scales =
         grouped(form, kFloat8E4m3, {num_tiles, options.hidden / kFp4ScaleWord, 32, 4, 4});
   }

@@ -15,7 +15,7 @@ struct PayloadRequest {
   ScaleOptions scale_options;
 };
 
-// Addresses are never 0 but where something is not there.
+// Address 0 means "absent"; an empty tensor has a non-null address.
 struct Payload {
   PayloadForm form;
   int64_t num_tokens = 0;
@@ -38,6 +38,17 @@ struct CastScratch {
   MadeTensor x, scales;
 };
 CastScratch allocate_scratch(CallContext& context, Payload& payload, CallOrder& order);
+
+// Its addresses in the arguments of either tier's dispatch kernel.
+template <class Args>
+void set_payload(const Payload& payload, Args* args) {
+  args->num_tokens = static_cast<int>(payload.num_tokens);
+  args->x = pointer_of<uint8_t>(payload.x);
+  args->x_scales = pointer_of<uint8_t>(payload.scales);
+  args->scale_token_stride = payload.scale_token_stride;
+  args->scale_column_stride = payload.scale_column_stride;
+  args->source = pointer_of<uint8_t>(payload.source);
+}
 
 // Received scales [num_rows, num_scales] at `address` once more, stored column by column, each column
 // at a multiple of 16 bytes.

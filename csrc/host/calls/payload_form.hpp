@@ -25,12 +25,7 @@ struct PayloadForm {
   bool is_quantised = false;
   ScaleFormat scale_format{};
 
-  bool operator==(const PayloadForm& other) const {
-    return type == other.type && hidden == other.hidden && scale_type == other.scale_type &&
-           num_scales == other.num_scales && is_quantised == other.is_quantised &&
-           scale_format.round_scale == other.scale_format.round_scale &&
-           scale_format.use_ue8m0 == other.scale_format.use_ue8m0;
-  }
+  bool operator==(const PayloadForm&) const = default;
   bool has_scales() const { return num_scales > 0; }
   int row_bytes() const { return static_cast<int>(hidden * type.num_bytes); }
   int scale_bytes() const { return has_scales() ? scale_type.num_bytes : 0; }

@@ -12,13 +12,18 @@ namespace {
 
 class Pending final : public PendingDispatch {
  public:
-  Pending(CallContext& context, std::unique_ptr<CallOrder> order,
-          std::unique_ptr<LaunchedCall> launched, std::vector<Object> inputs)
+  Pending(CallContext& context, const StreamOptions& streams, std::vector<Object> inputs)
       : context_(context),
         was_inference_mode_(context.memory.framework().is_inference_mode()),
         inputs_(std::move(inputs)),
-        order_(std::move(order)),
-        launched_(std::move(launched)) {}
+        order_(std::make_unique<CallOrder>(context.order, streams)) {
+    order_->prepare_pause();
+  }
+
+  void launch(const LaunchOfCall& launch) {
+    launched_ = launch(*order_);
+    order_->pause();
+  }
 
   void settle() override {
     if (launched_ == nullptr) return;
@@ -27,13 +32,16 @@ class Pending final : public PendingDispatch {
     try {
       Framework& framework = context_.memory.framework();
       std::shared_ptr<void> outside;
-      // In a call of the program's that is not this one's: gradients may want these tensors.
-      if (!was_inference_mode_ && framework.is_inference_mode()) {
-        outside = framework.leave_inference_mode();
-      }
-      order_->resume();
+      context_.keep_step([&] {
+        // In a call of the program's that is not this one's: gradients may want these tensors.
+        if (!was_inference_mode_ && framework.is_inference_mode()) {
+          outside = framework.leave_inference_mode();
+        }
+        order_->resume();
+      });
       result_ = launched->receive();
       context_.end();
+      release();
     } catch (const Interrupted&) {  // a signal's handler has ended the wait
       CallError interrupted;
       interrupted.error_class = CallError::Class::kCallInterrupted;
@@ -47,13 +55,11 @@ class Pending final : public PendingDispatch {
     } catch (...) {
       fail_with(std::current_exception());
     }
-    release();
   }
 
   void forget(const CallError& error) override {
-    fail_with(std::make_exception_ptr(error));
     launched_.reset();
-    release();
+    fail_with(std::make_exception_ptr(error));
     if (context_.pending.get() == this) context_.pending.reset();
   }
 
@@ -86,12 +92,11 @@ class Pending final : public PendingDispatch {
 
 }  // namespace
 
-std::shared_ptr<PendingDispatch> make_pending(CallContext& context,
-                                              std::unique_ptr<CallOrder> order,
-                                              std::unique_ptr<LaunchedCall> launched,
-                                              std::vector<Object> inputs) {
-  auto pending =
-      std::make_shared<Pending>(context, std::move(order), std::move(launched), std::move(inputs));
+std::shared_ptr<PendingDispatch> launch_pending(CallContext& context, const StreamOptions& streams,
+                                                std::vector<Object> inputs,
+                                                const LaunchOfCall& launch) {
+  auto pending = std::make_shared<Pending>(context, streams, std::move(inputs));
+  pending->launch(launch);
   context.pending = pending;
   return pending;
 }

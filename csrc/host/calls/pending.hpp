@@ -1,6 +1,7 @@
 // A dispatch that has been sent and whose counts the host has not waited for, of either tier.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -16,12 +17,13 @@ class LaunchedCall {
   virtual DispatchResult receive() = 0;
 };
 
-// `order` is paused until the call is received; `inputs` are kept as long. The context's `pending`
-// from now on: also where the caller drops it, since kernels use what it holds and peers count on this
-// rank.
-std::shared_ptr<PendingDispatch> make_pending(CallContext& context,
-                                              std::unique_ptr<CallOrder> order,
-                                              std::unique_ptr<LaunchedCall> launched,
-                                              std::vector<Object> inputs);
+// Reserves the call's memory and launches it.
+using LaunchOfCall = std::function<std::unique_ptr<LaunchedCall>(CallOrder& order)>;
+
+// `inputs` are kept until the call is received. It is the context's `pending` until then, also where the
+// caller drops it: kernels use what it holds, and peers count on this rank.
+std::shared_ptr<PendingDispatch> launch_pending(CallContext& context, const StreamOptions& streams,
+                                                std::vector<Object> inputs,
+                                                const LaunchOfCall& launch);
 
 }  // namespace deep_comm

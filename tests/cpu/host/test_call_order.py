@@ -144,13 +144,34 @@ def test_any_mixture_of_calls_is_in_order(seed: int) -> None:
     assert log.names() == ["synchronize"]
 
 
+@pytest.mark.parametrize("raises", [False, True], ids=["before its end", "in its end"])
+def test_memory_of_a_call_that_raises_outlives_its_kernel(raises: bool) -> None:
+    """All of it: what is freed on the caller's stream is written there after the kernel."""
+    bench = Bench()
+    log = bench.log
+    call = bench.order.begin(is_async=True)
+    log.launch("kernel", call.stream)
+    call.note_output("output")
+    if raises:
+        log.told = None  # type: ignore[assignment]
+        with pytest.raises(AttributeError):
+            call.finish(inputs=["input"])
+    assert 0 not in log.known[COMPUTE]
+    del call
+    gc.collect()
+    assert 0 in log.known[COMPUTE]
+
+
 @pytest.mark.parametrize("current", [OTHER, COMPUTE])
 def test_a_paused_call_goes_on_as_if_the_stream_were_the_same(current: int) -> None:
     bench = Bench()
     log = bench.log
     call = bench.order.begin(is_async=True)
+    call.prepare_pause()
     log.launch("notify", call.stream)
+    del log.current  # torch is asked for nothing after a launch
     call.pause()
+    log.current = COMPUTE
     log.work("meanwhile")
     log.current = current
     call.resume()

@@ -12,6 +12,7 @@ from interrupted import (
     handled_in_the_call,
     interrupted_then_closed,
     interrupted_then_reset,
+    raised_between_launches,
 )
 
 from deep_comm.layer.pending import Pending
@@ -23,6 +24,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("mode", [NORMAL, INTERNODE, LOW_LATENCY])
 def test_a_signal_ends_a_call_and_the_buffer_goes_on_after_reset(mode: str, combines: bool) -> None:
     forked.run(interrupted_then_reset, 3, mode, 1, combines, CPU, timeout_s=90)
+
+
+@pytest.mark.parametrize("mode", [NORMAL, INTERNODE])
+def test_a_rank_without_memory_between_two_launches_is_out_of_step(mode: str) -> None:
+    forked.run(raised_between_launches, 3, mode, 1, CPU, timeout_s=90)
 
 
 def test_a_program_that_was_interrupted_ends_without_its_peers() -> None:

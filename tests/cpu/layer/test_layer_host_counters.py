@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 from layer_cases import LayerCase, build, inputs, random_steps
 
-from deep_comm import PeerTimeout, _core, local, processes
+from deep_comm import CallInterrupted, PeerTimeout, _core, local, processes
 from deep_comm.layer import steps
 from deep_comm.layer.host_counters import HostCounters, max_tokens_of_step
+from deep_comm.layer.mode import ModeRule
 from deep_comm.ranks.rendezvous import Rendezvous
 
 NUM_RANKS = 3
@@ -264,3 +266,33 @@ def test_a_wait_for_counters_that_is_interrupted_says_so_to_the_engine() -> None
     with pytest.raises(KeyboardInterrupt):
         max_tokens_of_step(exchange, exchange, exchange.state)
     assert exchange.log == ["mark", "interrupt"]
+
+
+def test_a_step_whose_rule_has_not_learned_is_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its combine has been launched, so that the peers go on, with what they have learned."""
+    learn, here = ModeRule.learn, threading.local()
+
+    def learn_or_raise(rule: ModeRule, max_num_tokens: int) -> bool:
+        if getattr(here, "raises", False):
+            raise KeyboardInterrupt
+        return learn(rule, max_num_tokens)
+
+    monkeypatch.setattr(ModeRule, "learn", learn_or_raise)
+    case = LayerCase(((2, 3),) * 2, max_tokens=8, decode_tokens=4)
+
+    def fn(group: Any) -> None:
+        rank = group.rank()
+        with build(group, case) as layer, torch.inference_mode():
+            layer(*inputs(case, rank, 0), lambda batch: batch.x)
+            group.barrier()
+            here.raises = rank == 1
+            if rank == 0:
+                layer(*inputs(case, rank, 1), lambda batch: batch.x)
+                return
+            with pytest.raises(KeyboardInterrupt):
+                layer(*inputs(case, rank, 1), lambda batch: batch.x)
+            here.raises = False
+            with pytest.raises(CallInterrupted):
+                layer(*inputs(case, rank, 1), lambda batch: batch.x)
+
+    local.run(fn, 2, timeout_s=60)

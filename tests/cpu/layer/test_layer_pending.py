@@ -187,6 +187,36 @@ def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation(nodes: Gro
     verify(on_ranks(body, nodes))
 
 
+def test_a_dispatch_that_cannot_be_kept_is_not_launched(
+    nodes: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises while the call is made: nothing has happened, and the rank may call again."""
+    is_enabled, here = torch.is_inference_mode_enabled, threading.local()
+
+    def ask() -> bool:
+        if getattr(here, "raises", False):
+            raise MemoryError
+        return is_enabled()
+
+    # A Buffer takes it when it is made.
+    monkeypatch.setattr(torch, "is_inference_mode_enabled", ask)
+
+    def body(layer: Any, rank: int) -> torch.Tensor:
+        context = layer.buffer._context
+        num_launches = context.engine.num_launches
+        if rank == 1:
+            here.raises = True
+            with pytest.raises(MemoryError):
+                layer.dispatch_async(*inputs(rank))
+            here.raises = False
+            assert context.engine.num_launches == num_launches
+            assert not context.native_calls.has_pending
+        return finished(layer, layer.dispatch_async(*inputs(rank)).result())
+
+    with torch.no_grad():
+        verify(on_ranks(body, nodes))
+
+
 def test_a_silent_peer_is_named_by_result(nodes: Group) -> None:
     meet = threading.Barrier(R)
 
