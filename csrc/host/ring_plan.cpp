@@ -32,7 +32,9 @@ ChannelConfig plan_channels(const Config& config, bool is_given, int num_channel
       refuse_memory(
           "num_nvl_bytes", resources.num_nvl_bytes, ring_bytes(channels, 1) + num_other_bytes,
           of_channels + "one slot (" + std::to_string(wanted_bytes) +
-              " bytes hold the default of " + std::to_string(config.num_slots()) + " slots)");
+              " bytes hold the default of " + std::to_string(config.num_slots()) +
+              " slots; without rings, and faster, are calls whose rows fit in the receive "
+              "region: what num_nvl_bytes has beyond 64 MiB, from 128 MiB on)");
     }
     slots /= 2;
   }

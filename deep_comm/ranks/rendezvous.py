@@ -109,7 +109,7 @@ class _TorchGroup:
         if "gloo" not in distributed.get_backend_config(self._group):
             return []
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
-        tokens = [empty(1, dtype=uint8) for _ in range(len(peers) + 1)]
+        tokens = [empty(1, dtype=uint8, device="cpu") for _ in range(len(peers) + 1)]
         end = time.monotonic() + timeout_s
         receives: list[Any] = []
         sends, absent = [], []
