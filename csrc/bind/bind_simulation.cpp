@@ -69,8 +69,7 @@ void bind_simulation(py::module_& m) {
   py::class_<Simulation>(m, "Simulation", py::module_local())
       .def(py::init(&make_simulation), py::kw_only(), py::arg("num_ranks"), py::arg("seed"),
            py::arg("policy") = "random", py::arg("weak_memory") = true,
-           py::arg("delay_bulk") = true,
-           py::arg("collectives_order_memory") = false,
+           py::arg("delay_bulk") = true, py::arg("collectives_order_memory") = false,
            py::arg("faults") = std::vector<std::string>(),
            py::arg("stalls") = std::vector<StallTuple>(), py::arg("on_stuck") = "report",
            py::arg("weaken") = "", py::arg("note_sites") = false)

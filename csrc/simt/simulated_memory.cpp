@@ -537,7 +537,8 @@ bool SimulatedMemory::store_in_the_past(Fiber* fiber, void* address, const void*
   change.has_past = true;
   do {
     time = history_.next(history_.at(time));
-  } while (time != 0 && (history_.at(time).key != key || (history_.at(time).written & written) == 0));
+  } while (time != 0 &&
+           (history_.at(time).key != key || (history_.at(time).written & written) == 0));
   see_all_until(fiber, time);
   return true;
 }

@@ -283,7 +283,9 @@ def test_a_release_passes_on_what_its_thread_has_read() -> None:
     assert stale_after_a_reader([1]) > 0
 
 
-def test_a_store_that_loses_a_race_is_still_seen_by_its_thread_and_carries_what_is_before_it() -> None:
+def test_a_store_that_loses_a_race_is_still_seen_by_its_thread_and_carries_what_is_before_it() -> (
+    None
+):
     """PTX: Coherence, and Causality Order of the readers."""
     for seed in range(400):
         run = simulate("racing_stores", num_ranks=3, seed=seed, shape=Shape(1, 32, 0))
