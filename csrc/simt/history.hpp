@@ -28,6 +28,7 @@ struct Change {
   bool is_atomic = false;      // no store comes between what it has read and what it stored
   bool has_past = false;       // `old` was stored later, but comes before this change
   uint32_t past_release = 0;   // of that store
+  uint32_t read_time = 0;      // when a strong load first saw it that need not have; 0: none has
   uint32_t previous = 0;       // time of the change before in the same list of lines
   uint32_t previous_near = 0;  // and of neighbouring lines
 };

@@ -234,6 +234,7 @@ bool SimulatedMemory::can_see(const Change& change, const Fiber* fiber) const {
 
 bool SimulatedMemory::must_see(const Change& change, uint32_t time, const Fiber* fiber,
                                const View& view) const {
+  if (change.read_time != 0 && change.read_time <= view.reads) return true;
   switch (change.scope) {
     case Scope::kCta:
       if (time <= view.block) return true;
@@ -482,6 +483,8 @@ void SimulatedMemory::ordered_load(Fiber* fiber, void* value, const void* addres
   finish_load(fiber, value, address, num_bytes, layers);
   if (left.time == 0) return;
   if (!left.is_seen_anyway) {
+    Change& seen = history_.at(left.time);
+    if (seen.key == key && seen.read_time == 0) seen.read_time = history_.now();
     if (!floor) {
       ReadState& reads = reads_of(fiber);
       floor = &reads.floors[reads.next_floor++ % ReadState::kNumFloors];
@@ -534,7 +537,8 @@ bool SimulatedMemory::store_in_the_past(Fiber* fiber, void* address, const void*
   change.has_past = true;
   do {
     time = history_.next(history_.at(time));
-  } while (time != 0 && (history_.at(time).key != key || (history_.at(time).written & written) == 0));
+  } while (time != 0 &&
+           (history_.at(time).key != key || (history_.at(time).written & written) == 0));
   see_all_until(fiber, time);
   return true;
 }
@@ -653,6 +657,7 @@ void SimulatedMemory::fence(Fiber* fiber, Scope scope) {
 
 View SimulatedMemory::view_for_warp(const Fiber* fiber) const {
   View view = fiber->view;
+  view.reads = history_.now();
   const LastPushes& pushes = fiber->warp->pushes;
   view.block = std::max(view.block, pushes.block);
   view.gpu = std::max(view.gpu, pushes.gpu);

@@ -148,8 +148,8 @@ class SimulatedMemory {
   };
   // Takes changes back that the fiber need not see, the newest ones first and by chance as many as
   // it likes. `floor`: of changes that it has read.
-  Left take_back(const Fiber* fiber, const View& view, LineKey key, uint16_t wanted,
-                     uint32_t floor, bool goes_back, Layers& layers);
+  Left take_back(const Fiber* fiber, const View& view, LineKey key, uint16_t wanted, uint32_t floor,
+                 bool goes_back, Layers& layers);
   Layers layers_of(const Fiber* fiber, LineKey key, uint16_t wanted, bool only_of_rank);
   static void finish_load(const Fiber* fiber, void* value, const void* address, unsigned num_bytes,
                           Layers& layers);

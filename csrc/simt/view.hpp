@@ -15,9 +15,11 @@ struct View {
   uint32_t block = 0;
   uint32_t gpu = 0;
   std::array<uint32_t, kNumRanks> sys{};
+  // Whatever somebody has read until then with a strong load. Of all readers, which is stronger.
+  uint32_t reads = 0;
 
   static View all(uint32_t time) {
-    View view{.block = time, .gpu = time, .sys = {}};
+    View view{.block = time, .gpu = time, .sys = {}, .reads = time};
     view.sys.fill(time);
     return view;
   }
@@ -27,7 +29,7 @@ struct View {
 
   // True if `other` adds nothing.
   bool covers(const View& other) const {
-    bool all = block >= other.block && gpu >= other.gpu;
+    bool all = block >= other.block && gpu >= other.gpu && reads >= other.reads;
     for (uint32_t i = 0; i < kNumRanks; ++i) all = all && sys[i] >= other.sys[i];
     return all;
   }
@@ -35,6 +37,7 @@ struct View {
   void join(const View& other) {
     block = std::max(block, other.block);
     gpu = std::max(gpu, other.gpu);
+    reads = std::max(reads, other.reads);
     for (uint32_t i = 0; i < kNumRanks; ++i) sys[i] = std::max(sys[i], other.sys[i]);
   }
 };

@@ -377,6 +377,24 @@ void coherence(const Args& args) {
   }
 }
 
+// Rank 1 reads relaxed what rank 0 has stored, and tells rank 2. memory[16]: rank 2 sees less.
+void reads_passed_on(const Args& args) {
+  if (thread_idx() != 0 || block_idx() != 0) return;
+  uint64_t *word = args.memory, *told = args.memory + 2;
+  if (args.rank == 0) st_relaxed_sys(word, uint64_t{1});
+  if (args.rank == 1) {
+    while (ld_relaxed_sys(word) == 0) wait_hint<uint64_t>(word, 0, nullptr, ~uint64_t{0});
+    if (args.params[0] == 0) {
+      st_release_sys(told, uint64_t{1});
+    } else {
+      st_relaxed_sys(told, uint64_t{1});
+    }
+  }
+  if (args.rank != 2) return;
+  await(told);
+  if (ld_relaxed_sys(word) == 0) st_weak(args.memory + 16, uint64_t{1});
+}
+
 // Ranks 0 and 1 store to one word at the same time, rank 1 after data and a fence. memory[16]:
 // rank 1 sees neither store; [18]: rank 2 sees neither, though rank 1 has told it; [20]: rank 2 sees
 // rank 1's store and not the data.
@@ -498,6 +516,7 @@ constexpr Kernel kKernels[] = {
     kernel<relay>("relay"),
     kernel<coherence>("coherence"),
     kernel<racing_stores>("racing_stores"),
+    kernel<reads_passed_on>("reads_passed_on"),
     kernel<own_stores>("own_stores"),
     kernel<atomics>("atomics"),
     kernel<arrival_order>("arrival_order"),

@@ -66,7 +66,9 @@ def sites_of(root: Path, source: Path) -> list[OrderedSite]:
             continue
         for match in CALL.finditer(code):
             if match["op"] in OPERATIONS:
-                sites.append(OrderedSite(name, number, match["op"], _proofs([*comment, line], match["op"])))
+                sites.append(
+                    OrderedSite(name, number, match["op"], _proofs([*comment, line], match["op"]))
+                )
         # A statement may begin before the line of the call.
         if code.rstrip().endswith((";", "{", "}")):
             comment = []

@@ -73,8 +73,6 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
   }
   *participants = present & active;
   // pairs with: the await above — the announcements and counts that this block has seen
-  // order-proof: what it passes on are relaxed reads, so that no block reads an older word; the
-  // simulation does not pass those on
   if (arch::thread_idx() == 0)
     arch::st_release_gpu(word, Tagged::pack(context.generation, *participants));
   return true;

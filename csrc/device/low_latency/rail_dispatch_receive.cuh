@@ -92,8 +92,6 @@ DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDi
   if (warp == 0) {
     for (int word = lane; word < num_words; word += kWarpSize) {
       // pairs with: the await above — the announcements and counts that this block has seen
-      // order-proof: what it passes on are relaxed reads, so that no block reads an older word; the
-      // simulation does not pass those on
       arch::st_release_gpu(words + word, Tagged::pack(context.generation, memory.sources[word]));
     }
   }

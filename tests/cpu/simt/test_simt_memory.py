@@ -269,7 +269,23 @@ def test_stores_to_one_address_keep_their_order_for_everybody(seed: int) -> None
     assert run.check().memory[16] == 0
 
 
-def test_a_store_that_loses_a_race_is_still_seen_by_its_thread_and_carries_what_is_before_it() -> None:
+def stale_after_a_reader(params: list[int]) -> int:
+    runs = (
+        simulate("reads_passed_on", params, num_ranks=3, seed=seed, shape=Shape(1, 32, 0))
+        for seed in range(300)
+    )
+    return sum(int(run.check().memory[16]) for run in runs)
+
+
+def test_a_release_passes_on_what_its_thread_has_read() -> None:
+    """PTX: Causality Order, by the observation order of strong loads."""
+    assert stale_after_a_reader([0]) == 0
+    assert stale_after_a_reader([1]) > 0
+
+
+def test_a_store_that_loses_a_race_is_still_seen_by_its_thread_and_carries_what_is_before_it() -> (
+    None
+):
     """PTX: Coherence, and Causality Order of the readers."""
     for seed in range(400):
         run = simulate("racing_stores", num_ranks=3, seed=seed, shape=Shape(1, 32, 0))

@@ -37,9 +37,7 @@ def test_sites_are_the_calls_that_order_something(tmp_path: Path) -> None:
         "device/sync/publish.cuh:11:bulk_wait",
     ]
     proof = {"narrow": "all readers are of this GPU, see README.md"}
-    assert [site.proofs for site in sites] == [
-        {}, proof, proof, {"relaxed": "nobody reads them"}
-    ]
+    assert [site.proofs for site in sites] == [{}, proof, proof, {"relaxed": "nobody reads them"}]
 
 
 def test_every_ordered_primitive_can_be_weakened() -> None:
