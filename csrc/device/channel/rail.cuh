@@ -92,6 +92,7 @@ class RailSender {
     if (near_ == nullptr) {
       // Orders the filled slots before the NIC's reads of them.
       if (arch::lane_idx() == 0 && !arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+      // order-proof: for NVSHMEM, where all lanes move the rows. Here lane 0 posts, which has fenced.
       arch::sync_warp();
       const size_t target = rings_.recv_ring(channel_, tier_.node);
       for (uint32_t row = begin; row != end;) {
