@@ -113,8 +113,8 @@ void Engine<Target>::internode_layout(InternodeLayoutArgs args, uint64_t stream)
   check_num_experts(args.num_experts);
   args.tiers = tiers_;
   const Tuning& tuning = Target::kTuning;
-  args.tokens_per_block = max_of(tuning.layout_tokens_per_block,
-                                 ceil_div(args.num_tokens, tuning.max_notify_blocks));
+  args.tokens_per_block =
+      max_of(tuning.layout_tokens_per_block, ceil_div(args.num_tokens, tuning.max_notify_blocks));
   const size_t smem_bytes =
       sizeof(int32_t) * (tiers_.num_ranks() + tiers_.num_nodes() + args.num_experts + 1);
   check_counters(args.num_experts, smem_bytes);
