@@ -109,7 +109,7 @@ def test_rows_in_pieces_and_whole() -> None:
 def test_channels_of_more_tokens_than_a_warp_has_lanes(fused: bool) -> None:
     """Two warps number a channel's tokens together, and a block several channels."""
     case = Case(
-        (150, 70), hidden=16, experts=5, topk=2, num_sms=4, slots=2, send_chunk=1,
+        (150, 70), hidden=16, experts=50, topk=2, num_sms=4, slots=2, send_chunk=1,
         nvl_bytes=1 << 18, fused_layout=fused,
     )  # fmt: skip
     for seed in range(4):
