@@ -117,14 +117,16 @@ template <class Target>
 void Engine<Target>::internode_layout(InternodeLayoutArgs args, uint64_t stream) {
   check_num_experts(args.num_experts);
   args.tiers = tiers_;
-  args.tokens_per_block = Target::kTuning.layout_tokens_per_block;
+  const Tuning& tuning = Target::kTuning;
+  args.tokens_per_block =
+      max_of(tuning.layout_tokens_per_block, ceil_div(args.num_tokens, tuning.max_notify_blocks));
   const size_t smem_bytes =
       sizeof(int32_t) * (tiers_.num_ranks() + tiers_.num_nodes() + args.num_experts + 1);
   check_counters(args.num_experts, smem_bytes);
   if constexpr (Target::kHasRail) {
     launch<InternodeLayoutKernel>(
         {.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),
-         .num_threads = Target::kTuning.layout_threads,
+         .num_threads = tuning.layout_threads,
          .smem_bytes = smem_bytes},
         args, stream);
   }

@@ -54,7 +54,8 @@ void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
   const int num_experts = args.topk.num_experts;
   check_num_experts(num_experts);
   const Tuning& tuning = Target::kTuning;
-  args.tokens_per_block = tuning.layout_tokens_per_block;
+  args.tokens_per_block =
+      max_of(tuning.layout_tokens_per_block, ceil_div(args.num_tokens, tuning.max_notify_blocks));
   const size_t smem_bytes = sizeof(int32_t) * (world_.num_ranks + num_experts + 1);
   check_counters(num_experts, smem_bytes);
   launch<LayoutKernel>({.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),

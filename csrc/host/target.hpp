@@ -44,7 +44,7 @@ constexpr bool kBeginsEarly = requires {
 // How wide kernels are on a target: GPUs want threads, the host wants few fibers.
 struct Tuning {
   int layout_threads;
-  int layout_tokens_per_block;
+  int layout_tokens_per_block;  // at least, in at most max_notify_blocks
   int min_notify_threads;
   int max_notify_threads;
   int max_notify_blocks;

@@ -20,8 +20,8 @@ class HostTarget {
   static constexpr bool kIsSynchronous = true;
   static constexpr bool kHasRail = true;
   static constexpr Tuning kTuning = {
-      .layout_threads = 32,
-      .layout_tokens_per_block = 2048,
+      .layout_threads = 64,  // two warps, and blocks of few tokens: all that they share is tested
+      .layout_tokens_per_block = 8,
       .min_notify_threads = 64,  // two warps and blocks: as few as have something to share
       .max_notify_threads = 64,
       .max_notify_blocks = 2,
@@ -41,8 +41,8 @@ class HostTarget {
       .smem_bytes_limit = 227 * 1024,
       .sender_smem_bytes = 43100,
       .low_latency_threads = 64,
-      .internode_notify_threads = 32,
-      .num_count_blocks = 1,
+      .internode_notify_threads = 64,
+      .num_count_blocks = 2,
       .num_rail_sender_warps = 2,
       .num_tier_send_warps = 2,
       .num_tier_quantise_warps = 3,

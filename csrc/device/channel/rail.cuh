@@ -73,6 +73,8 @@ class RailSender {
   // True if row `row_idx` has a free slot. Reads the head once if this lane does not know of one.
   DC_DEVICE bool poll_slot(uint32_t row_idx) {
     if (is_free(row_idx)) return true;
+    // order-proof: what follows are stores into the slot, which a branch on this value guards. No
+    // GPU performs them before; PTX alone asks for the acquire.
     const Tagged head = Tagged::unpack(arch::ld_acquire_sys(head_));
     if (head.generation == context_.generation) num_released_ = head.value;
     return is_free(row_idx);
@@ -92,6 +94,7 @@ class RailSender {
     if (near_ == nullptr) {
       // Orders the filled slots before the NIC's reads of them.
       if (arch::lane_idx() == 0 && !arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+      // order-proof: for NVSHMEM, where all lanes move the rows. Here lane 0 posts, which has fenced.
       arch::sync_warp();
       const size_t target = rings_.recv_ring(channel_, tier_.node);
       for (uint32_t row = begin; row != end;) {

@@ -37,10 +37,11 @@ class StagedPublisher {
     while (true) {
       const uint32_t rung = arch::ld_acquire_cta(&entry_->progress.bell);
       arch::sync_warp();
-      // pairs with: Progress::report — the movers' stores, and their items
-      const uint32_t word = arch::ld_acquire_cta(&entry_->progress.words[mover]);
+      // Relaxed: with the fence below an acquire.
+      const uint32_t word = arch::ld_relaxed_cta(&entry_->progress.words[mover]);
       const uint32_t num_landed = word & ~Progress::kFinished;
       if (arch::any(kFullMask, num_landed != num_published)) {
+        // pairs with: Progress::report — the movers' stores, and their items.
         // With the stores of rows' words, a release; also with the counts of sums: see
         // publish_sums. pairs with: LocalRows::await_row — the chunks' rows
         arch::fence_acq_rel_sys();
@@ -52,6 +53,7 @@ class StagedPublisher {
           if (num_landed != num_published) ++num_published;
         }
         // pairs with: LandedItems::post — the items have been read
+        // order-proof: orders reads of plain shared memory alone, which are never late here
         if (lane == mover) arch::st_release_cta(&landed.num_published[mover], num_published);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;
@@ -104,6 +106,8 @@ class StagedPublisher {
           reinterpret_cast<uint64_t*>(near + tier.layout.landed_of(tier.node, chunk)),
           Tagged::pack(contexts_.rail.generation, 1));
     }
+    // Hands what each lane has counted to lane 0, which puts.
+    // order-proof: the simulated network reads memory as it is, never an older value
     arch::sync_warp();
     for (uint32_t far = arch::ballot(kFullMask, is_complete && near == nullptr); far != 0;
          far &= far - 1) {

@@ -91,13 +91,11 @@ class SumForwarder {
       look_up(num_done + 1);  // while this row is added
       bool ok = true;
       const uint8_t* part = local_.await_row(node, place, &ok);
-      arch::sync_warp();  // hands each lane's acquire to the whole warp
       if (!arch::all(kFullMask, ok)) break;
       add_row(node, row, part);
       const int chunk = row / chunks_of(node).chunk_rows;
       if (!entry_->landed.post(contexts_.node, mover_, num_done, node * kMaxRailChunks + chunk))
         break;
-      arch::sync_warp();  // every lane's part of the sum before the leader's release
       if (arch::lane_idx() == 0) entry_->progress.report(mover_, num_done + 1);
     }
     if (arch::lane_idx() == 0) entry_->progress.finish(mover_, num_done);
@@ -120,7 +118,8 @@ class SumForwarder {
   DC_DEVICE void add_row(int node, int row, const uint8_t* part) {
     RowList list{rows_};
     list.add_local(args_, part, local_.own_row());
-    arch::sync_warp();  // the rows' addresses before any lane follows them
+    // Hands the rows' addresses and each lane's acquire to the whole warp.
+    arch::sync_warp();
     uint8_t* out = reinterpret_cast<uint8_t*>(
         arch::shfl(kFullMask, reinterpret_cast<uint64_t>(target_), node));
     out += static_cast<size_t>(row) * args_.message.slot_bytes();
@@ -135,7 +134,8 @@ class SumForwarder {
         sum += arch::ld_weak(list.weights(args_, idx) + k);
       arch::st_weak(weights + k, sum);
     }
-    arch::sync_warp();  // all lanes have used the addresses
+    // All lanes have used the addresses. Their parts of the sum, before the leader's report.
+    arch::sync_warp();
   }
 
   const TierContexts& contexts_;
@@ -183,7 +183,6 @@ class TokenAdder {
       const uint8_t* sum = await_sum(sum_row, &ok);
       bool local_ok = true;
       const uint8_t* part = local_.await_row(args_.tiers.rail.node, place, &local_ok);
-      arch::sync_warp();  // hands each lane's acquire to the whole warp
       if (!arch::all(kFullMask, ok && local_ok)) return;
       look_up(index + 1, next);
       add_token(token, sum, part);
@@ -238,7 +237,8 @@ class TokenAdder {
     list.add_biases(args_, token);
     list.add_sums(args_, token, sum, args_.tiers.rail.node);
     const int row_bytes = args_.message.row_bytes;
-    arch::sync_warp();  // the rows' addresses before any lane follows them
+    // Hands the rows' addresses and each lane's acquire to the whole warp.
+    arch::sync_warp();
     reduce_nodes<kDtype>(args_.combined_x + static_cast<int64_t>(token) * row_bytes, list,
                          list.num_rows, row_bytes / 16);
     if (args_.message.num_topk > 0) {
@@ -246,7 +246,10 @@ class TokenAdder {
           args_, list,
           args_.combined_topk_weights + static_cast<int64_t>(token) * args_.message.num_topk);
     }
-    arch::sync_warp();  // all lanes have used the addresses
+    // All lanes have used the addresses.
+    // order-proof: plain shared memory (the addresses), of which the simulation sees the execution
+    // alone. The shuffles of the next token order that, too.
+    arch::sync_warp();
   }
 
   const TierContexts& contexts_;

@@ -137,13 +137,12 @@ class ReturnSender {
     }
   }
 
-  // Instead of run: frees the stages.
+  // Instead of run: frees the stages. A block barrier follows.
   DC_DEVICE void give_up() {
     while (pipe_.num_stores() != pipe_.num_loads()) {
       if (arch::lane_idx() == 0) pipe_.await_load();
       pipe_.advance_store();
     }
-    arch::sync_warp();
   }
 
  private:
@@ -204,7 +203,9 @@ class ReturnSender {
         for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
           weights[k] = arch::ld_nc(args_.topk_weights + row * num_topk + k);
         }
-        arch::fence_proxy_async_shared();  // before the bulk copy that reads them
+        // Before the bulk copy that reads them.
+        // order-proof: plain shared memory, which the simulation's bulk copies always see
+        arch::fence_proxy_async_shared();
         arch::sync_warp();
         num_bytes += meta_bytes_;
       }

@@ -112,7 +112,7 @@ DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
 }
 
 // Block 0, one warp: tells the node where its rows begin. The offer follows when the rail has
-// answered.
+// answered; that wait ends in a barrier, which orders these stores before the arrivals.
 DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs& args) {
   const TwoTier& tiers = args.tiers;
   const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
@@ -165,7 +165,7 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
     arch::st_weak(&announcement->src_line, args.src_line);
     arch::st_weak(&announcement->num_rows, static_cast<int32_t>(num_rows));
   }
-  arch::sync_warp();  // the lanes' stores before the arrivals that release them
+  // The lane that has stored a rank's announcement releases it.
   announce_arrival(contexts.node, args.signature);
   return true;
 }
@@ -196,6 +196,7 @@ DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& w
 DC_DEVICE void report_mode_to_host(const InternodeDispatchArgs& args, bool is_direct) {
   arch::st_relaxed_sys(&args.counts->is_direct, static_cast<int32_t>(is_direct));
   // pairs with: Engine::wait_internode_counts on the host — is_direct
+  // order-proof: in a simulation the host reads it after the end of the kernel
   arch::st_release_sys(&args.counts->dispatch_sequence, args.sequence);
 }
 

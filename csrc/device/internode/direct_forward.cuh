@@ -147,8 +147,9 @@ class RowForwarder {
     }
     const uint32_t missing = ~arch::ballot(kFullMask, ok);
     arch::sync_warp();  // hands each lane's acquire to lane 0, which loads
-    if (arch::lane_idx() == 0)
-      arch::fence_proxy_async_global();  // before the bulk loads of the rows
+    // Before the bulk loads of the rows.
+    // order-proof: the simulation asks for it after stores of the same thread; these are a peer's
+    if (arch::lane_idx() == 0) arch::fence_proxy_async_global();
     return missing == 0 ? kWarpSize : arch::ffs(missing) - 1;
   }
 

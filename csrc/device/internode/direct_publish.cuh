@@ -26,11 +26,15 @@ class RowPublisher {
       const uint32_t rung = arch::ld_acquire_cta(&progress.bell);
       arch::sync_warp();
       // pairs with: Progress::report — the tokens' stores, and their numbers
+      // order-proof: a release of the simulation carries all that its block has released before
       const uint32_t word = arch::ld_acquire_cta(&progress.words[sender]);
       const uint32_t num_landed = word & ~Progress::kFinished;
       if (arch::any(kFullMask, num_landed != num_published)) {
-        // With the stores after it, a release; pairs with: RowForwarder — the rows and their
-        // metadata. Also before the NIC reads them.
+        // Hands each lane's acquire to all lanes: each publishes tokens of every sender.
+        // order-proof: a release of the simulation carries all that its block has released before
+        arch::sync_warp();
+        // With the stores after it, a release; also with the counts of rows: see publish_chunks.
+        // pairs with: RowForwarder — the rows and their metadata. Also before the NIC reads them.
         if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
         for (int other = 0; other < args_.num_send_warps; ++other) {
           publish(other, arch::shfl(kFullMask, num_published, other),
@@ -38,6 +42,7 @@ class RowPublisher {
         }
         num_published = num_landed;
         // pairs with: TokenSender::post — the tokens have been read
+        // order-proof: orders reads of plain shared memory alone, which are never late here
         if (lane == sender) arch::st_release_cta(&entry_->landed.num_published[sender], num_landed);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) break;
@@ -92,9 +97,7 @@ class RowPublisher {
     if (chunks.chunk_rows == 1) return {node, chunk, true, false};
     uint32_t* counter = reinterpret_cast<uint32_t*>(args_.world.bases[args_.world.rank] +
                                                     tiers.rail.layout.added_of(node, chunk));
-    // acq_rel, pairs with itself in other blocks: the block that completes a chunk sees all its
-    // rows.
-    const uint32_t num_before = arch::atomic_add_acq_rel_gpu(counter, 1u);
+    const uint32_t num_before = arch::atomic_add_relaxed_gpu(counter, 1u);
     const bool completes = static_cast<int>(num_before) + 1 == chunks.rows_of(chunk);
     if (completes) arch::st_relaxed_gpu(counter, 0u);
     return {node, chunk, completes, completes};
@@ -104,7 +107,9 @@ class RowPublisher {
     const RailTier& tier = args_.tiers.rail;
     const uint64_t word = Tagged::pack(context_.generation, 1);
     if (arch::any(kFullMask, row.is_counted)) {
-      // The rows that other blocks have counted, before the words and the puts.
+      // pairs with: the fence in run, in the blocks that counted before — the chunk's rows. After
+      // it their word may be stored, and the NIC may read them.
+      // order-proof: the simulated network reads memory as it is, never an older value
       if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
     }
     uint8_t* near = row.completes ? near_segment(args_.world, tier, row.node) : nullptr;
@@ -112,6 +117,9 @@ class RowPublisher {
       arch::st_relaxed_sys(
           reinterpret_cast<uint64_t*>(near + tier.layout.landed_of(tier.node, row.chunk)), word);
     }
+    // Hands what each lane has counted to lane 0, which puts.
+    // order-proof: the simulated network reads memory as it is, never an older value
+    arch::sync_warp();
     uint32_t pending = arch::ballot(kFullMask, row.completes && near == nullptr);
     for (; pending != 0; pending &= pending - 1) {
       const int lane = arch::ffs(pending) - 1;
@@ -137,12 +145,13 @@ class RowPublisher {
       arch::rail_signal(tier.port, node, tier.landed_qp(chunk),
                         tier.layout.landed_of(tier.node, chunk), word);
     }
-    arch::sync_warp();
   }
 
   // Counts the bytes that were stored over the rail.
   DC_DEVICE void count_stored() {
     const TwoTier& tiers = args_.tiers;
+    // order-proof: plain shared memory, of which the simulation sees the execution alone. The vote
+    // before orders that, too.
     arch::sync_warp();
     for (int node = arch::lane_idx(); node < tiers.num_nodes(); node += kWarpSize) {
       const uint32_t num_rows = entry_->num_stored(tiers)[node];

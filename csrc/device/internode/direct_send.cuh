@@ -108,7 +108,10 @@ class TokenSender {
         if constexpr (kIsQuantised) store_scales(token, scales, target.scales_of(place));
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
-        arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
+        // All storing lanes have read the stage that the leader loads next.
+        // order-proof: shared memory, of which the simulation sees the execution alone. The
+        // queue's shuffles, before the load, order that, too.
+        arch::sync_warp();
         load_next();
       }
       write_metas(token, dst);
@@ -122,13 +125,12 @@ class TokenSender {
     if (lane == 0) entry_->progress.finish(arch::warp_idx(), has_failed_ ? num_landed_ : index);
   }
 
-  // Instead of run: frees the stages.
+  // Instead of run: frees the stages. A block barrier follows.
   DC_DEVICE void give_up() {
     while (pipe_.num_stores() != pipe_.num_loads()) {
       if (arch::lane_idx() == 0) pipe_.await_load();
       pipe_.advance_store();
     }
-    arch::sync_warp();
   }
 
  private:

@@ -111,6 +111,8 @@ DC_DEVICE void leave_direct(const TierContexts& contexts, const TwoTier& tiers) 
                                  {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
     if (ok) note(context, TraceStep::kReceived);  // of the last neighbour that is done
   }
+  // order-proof: matters after a failed wait alone, which share_failure must see. Otherwise the end
+  // of the kernel follows.
   arch::sync_block();
   if (arch::thread_idx() == 0 && is_aborted(world)) share_failure(contexts);
   close_generation(context);

@@ -43,7 +43,10 @@ class RingOutlet {
       if (arch::lane_idx() == 0) ok = ring_.await_slot(num_filled_);
       ok = arch::all(kFullMask, ok);
     }
-    arch::sync_warp();  // hands the leader's acquire to all lanes
+    // Hands the leader's acquire to all lanes.
+    // order-proof: the acquire orders the receiver's reads of the slot, which the simulation never
+    // performs late, before stores that replace what was read
+    arch::sync_warp();
     return ok ? ring_.slot(num_filled_) : nullptr;
   }
   DC_DEVICE void commit() {
@@ -111,6 +114,7 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
                       goes ? head : -1);
       }
       // pairs with: return_rail_credits — the reads of the slot
+      // order-proof: orders reads alone, which the simulation never performs late
       arch::st_release_cta(&team->num_read[dst], num_before + row_idx + 1);
     }
     head += goes;
@@ -159,7 +163,9 @@ DC_DEVICE void return_rail_credits(const TierContexts& contexts, const Internode
             num_before + wanted, [=](uint32_t value) { return value >= num_before + wanted; },
             &num_read);
       }
-      arch::sync_warp();  // hands each lane's acquire to the leader
+      // Hands each lane's acquire to the leader.
+      // order-proof: orders reads alone, which the simulation never performs late
+      arch::sync_warp();
       if (!arch::all(kFullMask, ok)) return;
       if (lane == 0) rail.return_credit(wanted);
       num_returned = wanted;

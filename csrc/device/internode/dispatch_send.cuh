@@ -59,7 +59,10 @@ class RailOutlet {
       if (arch::lane_idx() == 0) ok = ring_.await_slot(num_filled_);
       ok = arch::all(kFullMask, ok);
     }
-    arch::sync_warp();  // hands the leader's acquire to all lanes
+    // Hands the leader's acquire to all lanes.
+    // order-proof: the acquire orders the receiver's reads of the slot, or the NIC's, which the
+    // simulation never performs late, before stores that replace what was read
+    arch::sync_warp();
     return ok ? ring_.slot(num_filled_) : nullptr;
   }
   // All lanes have filled the slot.

@@ -202,7 +202,7 @@ DC_DEVICE void write_forward_prefixes(const InternodeNotifyArgs& args, int parit
 }
 
 // What the node's ranks return in combine: rows that this rank forwards, by node and channel. The
-// whole block, after write_forward_prefixes and a barrier.
+// whole block, after write_forward_prefixes.
 DC_DEVICE void write_forward_slots(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
@@ -221,7 +221,7 @@ DC_DEVICE void write_forward_slots(const InternodeNotifyArgs& args, int parity) 
     }
     arch::st_weak(args.forward_slots + num_nodes * num_local + local, sum);
   }
-  arch::sync_block();
+  arch::sync_block();  // these sums, and combine_start
   for (int idx = arch::thread_idx(); idx < num_channels * num_nodes * num_local;
        idx += arch::num_threads()) {
     const int local = idx % num_local, node = idx / num_local % num_nodes;
@@ -306,7 +306,7 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
   uint32_t* flag = reinterpret_cast<uint32_t*>(arch::dynamic_smem());
   send_counts_to_nodes(contexts.rail, args, parity);
   if (arch::warp_idx() == 0) {
-    arch::sync_warp();
+    // Each lane has put the counts for the nodes that it tells now, after a fence of its own.
     announce_on_rail(contexts.rail, args.tiers.rail, signature);
     const bool ok = await_rail_arrivals(contexts.rail, args.tiers.rail, signature);
     if (arch::lane_idx() == 0) *flag = ok;
@@ -325,10 +325,10 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
   if (*flag == 0) return false;
   check_rail_headers(contexts.node, args, parity);
   write_forward_prefixes(args, parity);
-  arch::sync_block();
   write_forward_slots(args, parity);
   if (arch::warp_idx() == 0) write_receive_prefixes(args, parity);
   write_expert_totals(args, parity);
+  // order-proof: before a release for the host, see there; is_aborted is for headers that differ
   arch::sync_block();
   return true;
 }
@@ -343,6 +343,7 @@ DC_DEVICE void internode_notify(const InternodeNotifyArgs& args) {
     const NotifyResult result = is_sound ? NotifyResult::kNotDirect : NotifyResult::kFailed;
     arch::st_relaxed_gpu(&args.world.state()->notify_result, static_cast<uint32_t>(result));
     // pairs with: Engine::wait_internode_counts on the host — every field of InternodeCounts
+    // order-proof: in a simulation the host reads it after the end of the kernel
     if (is_sound) arch::st_release_sys(&args.counts->sequence, args.sequence);
   }
   leave_tiers(contexts);

@@ -51,6 +51,8 @@ class ProgressFollower {
     if (!arch::all(kFullMask, ok)) return 0;
     uint32_t reached = num_items;
     if (lane < num_warps_) {
+      // pairs with: finish_item — items after the awaited one
+      // order-proof: a release of the simulation carries all that its block has released before
       num_done = arch::ld_acquire_cta(&progress_->num_done[lane]) - before_;
       reached = min_of(num_items, static_cast<uint32_t>(lane) + num_done * num_warps_);
     }

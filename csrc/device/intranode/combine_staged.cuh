@@ -102,13 +102,12 @@ class ChunkSender {
     if (lane == 0) entry_->progress.finish(warp, num_landed_);
   }
 
-  // Instead of run: frees the stages.
+  // Instead of run: frees the stages. The leader alone uses the pipeline next.
   DC_DEVICE void give_up() {
     while (pipe_.num_stores() != pipe_.num_loads()) {
       if (arch::lane_idx() == 0) pipe_.await_load();
       pipe_.advance_store();
     }
-    arch::sync_warp();
   }
 
  private:
@@ -170,7 +169,9 @@ class ChunkSender {
             sync_warp();  // the leader has seen this stage read out before any lane writes into it
         write_weights(args_, pipe_.current() + num_bytes,
                       min_of<int64_t>(x_row, args_.num_rows - 1));
-        arch::fence_proxy_async_shared();  // before the bulk copy that reads them
+        // Before the bulk copy that reads them.
+        // order-proof: plain shared memory, which the simulation's bulk copies always see
+        arch::fence_proxy_async_shared();
         arch::sync_warp();
         num_bytes += meta_bytes;
       }
@@ -203,12 +204,11 @@ class ChunkSender {
     return ok;
   }
 
-  // Publishes the last chunks directly: the publisher may be in the middle of a fence.
+  // Publishes the last chunks directly: the publisher may be in the middle of a fence. The leader
+  // alone has stored them.
   DC_DEVICE void publish_rest(uint32_t num_chunks) {
-    arch::sync_warp();
     // With the stores below, a release; pairs with: TokenWatch::look — the chunks' rows
     if (arch::lane_idx() == 0) arch::fence_acq_rel_sys();
-    arch::sync_warp();
     for (uint32_t index = num_landed_; index < num_chunks; ++index) {
       const int item = chunks_.at(index);
       if (arch::lane_idx() != 0) continue;
@@ -261,10 +261,11 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
   while (true) {
     const uint32_t rung = arch::ld_acquire_cta(&entry->progress.bell);
     arch::sync_warp();
-    // pairs with: Progress::report — the chunks' stores, and their items
-    const uint32_t word = arch::ld_acquire_cta(&entry->progress.words[sender]);
+    // Relaxed: with the fence below an acquire.
+    const uint32_t word = arch::ld_relaxed_cta(&entry->progress.words[sender]);
     const uint32_t num_landed = word & ~Progress::kFinished;
     if (arch::any(kFullMask, num_landed != num_published)) {
+      // pairs with: Progress::report — the chunks' stores, and their items.
       // With the stores below, a release; pairs with: TokenWatch::look — the chunks' rows
       arch::fence_acq_rel_sys();
       for (; num_published != num_landed; ++num_published) {
@@ -274,6 +275,7 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
                              Tagged::pack(context.generation, 1));
       }
       // pairs with: ChunkSender::post — the items have been read
+      // order-proof: orders reads of plain shared memory alone, which are never late here
       if (lane == sender) arch::st_release_cta(&landed.num_published[sender], num_published);
     }
     if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;

@@ -56,8 +56,9 @@ DC_DEVICE void announce_staging(const Context& context, const CombineArgs& args)
                    {args.staging_line, static_cast<uint32_t>(args.num_staging_rows)});
 }
 
-// One warp of every block: waits for all ranks. The mode is the same in every block of every rank,
-// unless one has failed. staging_lines: in shared memory, [p] where rank p's staging begins.
+// One warp of every block: waits for all ranks. The block barrier after it hands each lane's acquire
+// to all warps. The mode is the same in every block of every rank, unless one has failed.
+// staging_lines: in shared memory, [p] where rank p's staging begins.
 DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& args,
                                     uint32_t* staging_lines) {
   const World& world = args.world;
@@ -78,7 +79,6 @@ DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& a
     has_room = world.is_absent(peer) || (watch.value(0) != 0 && num_rows <= watch.value(1));
     staging_lines[peer] = watch.value(0);
   }
-  arch::sync_warp();  // hands each lane's acquire to the whole warp
   if (!arch::all(kFullMask, ok)) return CombineMode::kFailed;
   return arch::all(kFullMask, has_room) ? CombineMode::kStaged : CombineMode::kRings;
 }

@@ -52,8 +52,9 @@ DC_DEVICE int32_t num_rows_at(const DispatchArgs& args, int rank) {
   return arch::ld_nc(args.rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank);
 }
 
-// Warp 0: waits for all ranks and finds where their outputs lie. The mode is the same in every
-// block of every rank, unless one has failed.
+// Warp 0: waits for all ranks and finds where their outputs lie. The block barrier after it hands
+// each lane's acquire to all warps. The mode is the same in every block of every rank, unless one
+// has failed.
 template <class Form>
 DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
                               NotifyResult notified, DispatchEntry* entry) {
@@ -84,7 +85,6 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
       entry->outputs[peer] = output_at<Form>(args, peer, words, num_rows);
     }
   }
-  arch::sync_warp();  // hands each lane's acquire to the whole warp
   ok = arch::all(kFullMask, ok);
   is_direct = arch::all(kFullMask, is_direct);
   if (peer == 0) {

@@ -64,7 +64,10 @@ class TokenMover {
           pipe_.store(dst + piece * pieces_.piece_bytes, goes ? pieces_.bytes_of(piece) : 0);
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
-        arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
+        // All storing lanes have read the stage that the leader loads next.
+        // order-proof: shared memory, of which the simulation sees the execution alone. The
+        // queue's shuffles, before the load, order that, too.
+        arch::sync_warp();
         load_next();
       }
     }

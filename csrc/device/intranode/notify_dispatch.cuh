@@ -127,7 +127,7 @@ DC_DEVICE void count_channels(const NotifyArgs& args, NotifySmem* smem) {
   arch::sync_block();
   for (int channel = arch::block_idx(); channel < args.num_channels; channel += arch::num_blocks())
     number_channel(args, smem, channel);
-  arch::sync_block();
+  // Each channel ends in a block barrier, and num_per_rank[r] is thread r's own.
   add_counters(totals, smem->num_per_rank, num_ranks);
   add_counters(totals + num_ranks, smem->num_per_expert(), num_experts);
 }
@@ -382,9 +382,11 @@ DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, N
   arch::sync_block();  // what they found, before is_direct
   if (arch::warp_idx() == 0) write_totals(context, args);
   write_expert_counts(context, args);
+  // order-proof: before a release for the host, see there; is_aborted is for headers that differ
   arch::sync_block();
   if (arch::thread_idx() == 0 && !is_aborted(args.world)) {
     // pairs with: Engine::wait_counts on the host — every field of CountsBlock
+    // order-proof: in a simulation the host reads it after the end of the kernel
     arch::st_release_sys(&args.counts->sequence, args.sequence);
     note(context, TraceStep::kLeft);
   }

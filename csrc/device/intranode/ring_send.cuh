@@ -108,7 +108,9 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
         // the leader has seen this stage read out before any lane writes into it
         arch::sync_warp();
         current.write_meta(pipe.current() + num_bytes, row);
-        arch::fence_proxy_async_shared();  // the metadata before the bulk copy that reads them
+        // The metadata before the bulk copy that reads it.
+        // order-proof: plain shared memory, which the simulation's bulk copies always see
+        arch::fence_proxy_async_shared();
         arch::sync_warp();
         num_bytes += meta_bytes;
       }

@@ -72,15 +72,16 @@ DC_DEVICE void shrink_barrier(const ShrinkBarrierArgs& args) {
   bool ok = true, is_answered = false;
   do {
     number = highest;
-    // pairs with: await_proposal at the peer — this rank's kernels have ended, or its words are
-    // zero
     if (is_peer) {
+      // pairs with: await_proposal at the peer — this rank's kernels have ended, or its words are
+      // zero
+      // order-proof: a launch of the simulation begins with a release of all before it
       arch::st_release_sys(world.proposal(peer, world.rank), Tagged::pack(number, world.absent));
     }
     Tagged proposal{world.absent, number};
     if (is_awaited) ok = await_proposal(context, peer, number, &proposal);
     is_answered = !ok && proposal.has_reached(number);  // but not as it should be
-    arch::sync_warp();  // hands each lane's acquire to the whole warp
+    // The end of the kernel hands each lane's acquire on. Before that nobody needs another lane's.
     ok = arch::all(kFullMask, ok);
     // A peer in its second barrier has passed the first one.
     highest = is_first ? proposal.generation - 1 | 1u : proposal.generation;

@@ -19,7 +19,10 @@ struct TokenRows {
   DC_DEVICE int load(const int32_t* recv_rows, int64_t token, int num_topk, int num_rows) {
     const uint32_t lower_lanes = (1u << arch::lane_idx()) - 1;
     int count = 0;
-    arch::sync_warp();  // all lanes are done with the warp's last token
+    // All lanes are done with the warp's last token.
+    // order-proof: plain shared memory (row_idx), of which the simulation sees the execution alone.
+    // The vote below orders that, too.
+    arch::sync_warp();
     for (int base = 0; base < num_topk; base += kWarpSize) {
       const int k = base + arch::lane_idx();
       const int32_t row = k < num_topk ? arch::ld_weak(recv_rows + token * num_topk + k) : -1;

@@ -30,6 +30,16 @@ def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
     run_seeds(seeds, expanded_case, expanded.run_case, expanded.verify)
 
 
+def test_a_rank_of_more_experts_than_a_warp_has_lanes(way: str) -> None:
+    """Both warps of a block number the rows that one of them has placed."""
+    case = direct(InternodeCase(
+        (20, 30), hidden=16, experts=90, topk=6, num_sms=4, slots=2, send_chunk=1, rail_chunk=1,
+        rail_slots=2, ranks_per_node=1, alignment=2,
+    ))  # fmt: skip
+    for seed in range(6):
+        expanded.verify(case, simulated(case, expanded.run_case, seed))
+
+
 RINGS = dataclasses.replace(FAULTY, alignment=2, seed=2)
 PLACES = dataclasses.replace(SEVERAL, alignment=2, seed=2)
 

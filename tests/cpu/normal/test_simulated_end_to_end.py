@@ -105,6 +105,17 @@ def test_rows_in_pieces_and_whole() -> None:
     run_seeds(range(120), pieces_case, run_case, verify)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_channels_of_more_tokens_than_a_warp_has_lanes(fused: bool) -> None:
+    """Two warps number a channel's tokens together, and a block several channels."""
+    case = Case(
+        (150, 70), hidden=16, experts=50, topk=2, num_sms=4, slots=2, send_chunk=1,
+        nvl_bytes=1 << 18, fused_layout=fused,
+    )  # fmt: skip
+    for seed in range(4):
+        verify(case, simulated(case, run_case, seed))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_eight_ranks(policy: str) -> None:
     case = Case(
