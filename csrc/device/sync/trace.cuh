@@ -1,7 +1,8 @@
 // note: a block has passed a step. With tracing off (a null pointer) it costs a test of an
 // argument. With tracing on it reads the clock and stores one slot, for which nothing waits.
 //
-// Not for loops over rows. If several warps of a block pass a step, the last note remains.
+// Not for loops over rows. If several warps of a block pass a step, the note of one of them remains:
+// the last one's, unless they pass it at about the same time.
 #pragma once
 
 #include "device/sync/context.cuh"

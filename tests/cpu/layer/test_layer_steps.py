@@ -192,7 +192,7 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
                     (x.new_zeros(25, case.hidden), idx.new_zeros(25, 2), weights),
                     ("x", "25 tokens", "must have at most 24 (max_tokens)"),
                 ),
-                ((x, idx[:3], weights), ("topk_idx", [3, 2], "must have shape [4, any]")),
+                ((x, idx[:3], weights), ("topk_idx", [3, 2], "must have shape [4, top-k]")),
                 ((x, idx[:, :1], weights), ("topk_idx", [4, 1], idx_rule)),
                 ((x, idx[0], weights), ("topk_idx", [2], idx_rule)),
                 (

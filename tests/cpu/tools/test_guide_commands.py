@@ -19,6 +19,8 @@ ELSEWHERE = {
     "sglang": "a server and its model",
     "vllm serve": "a server and its model",
     "tools/released_adapters": "files from PyPI; test_released.py has the tool's words",
+    "tools/rival_tests": "DeepEP's tests, by git; test_rival.py tests what it relies on",
+    "tools/mutate": "minutes on 32 cores; test_mutate.py",
     "pip install .": "a build; test_wheel.py",
 }
 INLINE_ELSEWHERE = {
