@@ -75,18 +75,50 @@ def test_many_barriers_take_microseconds_each(num_ranks: int) -> None:
     assert max(times) < 200, times  # with a host's wait in each it would be thousands
 
 
-def _names(group) -> list[str]:
-    with make(group) as buffer:
-        num_ranks, device = group.size(), buffer.device
-        x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
-        idx = torch.arange(num_ranks, device=device).expand(TOKENS, num_ranks).contiguous()
+def _normal(group):
+    """A Buffer, a function that makes each call at least once, and its kernels' names."""
+    buffer = make(group)
+    num_ranks, device = group.size(), buffer.device
+    x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+    idx = torch.arange(num_ranks, device=device).expand(TOKENS, num_ranks).contiguous()
 
-        def calls() -> None:
-            recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=num_ranks)
-            buffer.dispatch(x, handle=handle)
-            buffer.combine(recv_x, handle)
-            buffer.barrier()
+    def calls() -> None:
+        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=num_ranks)
+        buffer.dispatch(x, handle=handle)
+        buffer.combine(recv_x, handle)
+        buffer.barrier()
 
+    return buffer, calls, ("::notify", "::dispatch", "::combine", "::barrier")
+
+
+def _hooks(group):
+    """The same of low-latency calls, both phases of each in launches of their own."""
+    num_ranks, num_tokens = group.size(), 8
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+        num_tokens, HIDDEN, num_ranks, num_ranks
+    )
+    device = torch.device("cuda", group.rank())
+    buffer = deep_comm.Buffer(
+        group, 0, num_bytes, low_latency_mode=True, device=device, timeout_s=30
+    )
+    x = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+    idx = torch.arange(num_ranks, device=device).expand(num_tokens, num_ranks).contiguous()
+    weights = torch.ones(num_tokens, num_ranks, device=device)
+
+    def calls() -> None:
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, idx, num_tokens, num_ranks, use_fp8=False, return_recv_hook=True
+        )
+        hook()
+        *_, hook = buffer.low_latency_combine(rows, idx, weights, handle, return_recv_hook=True)
+        hook()
+
+    return buffer, calls, ("::dispatch", "::combine")
+
+
+def _profile(group, prepare) -> tuple[list[str], tuple[str, ...]]:
+    buffer, calls, names = prepare(group)
+    with buffer:
         calls()
         torch.cuda.synchronize()
         group.barrier()
@@ -94,11 +126,12 @@ def _names(group) -> list[str]:
             calls()
             torch.cuda.synchronize()
         averages = profiler.key_averages()
-        return averages.table(max_name_column_width=COLUMNS).split("\n")
+        return averages.table(max_name_column_width=COLUMNS).split("\n"), names
 
 
-def test_a_profile_names_each_operation_once(num_ranks: int) -> None:
-    for lines in run(_names, num_ranks):
-        for name in ("::notify", "::dispatch", "::combine", "::barrier"):
+@pytest.mark.parametrize("prepare", [_normal, _hooks])
+def test_a_profile_names_each_operation_once(prepare, num_ranks: int) -> None:
+    for lines, names in run(_profile, num_ranks, prepare):
+        for name in names:
             found = [line for line in lines if name in line[:COLUMNS]]
             assert len(found) == 1, (name, lines)
