@@ -7,6 +7,7 @@ the time on the links and the time on the SMs both grow with them.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -94,6 +95,7 @@ DISPATCH = Model(fixed_us=8.7, sm_us_per_row=0.0016, sm_us_per_byte=19.5e-6, sha
 COMBINE = Model(fixed_us=28.0, sm_us_per_row=0.0, sm_us_per_byte=31.5e-6, sharpness=10)
 
 
+@functools.cache  # some 40 µs, in the first call of a form of every Buffer
 def modelled_num_sms(row_bytes: int, num_ranks: int, max_sms: int | None = None) -> int:
     """Of a dispatch and of the combine of its handle, which runs on as many: what the one of them
     wants that wants more.

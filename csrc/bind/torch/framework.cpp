@@ -111,6 +111,18 @@ class Unfilled {
   py::object settings_, before_;
 };
 
+// One of the functions that the code of torch's compiler makes tensors with: no dispatch, no keywords,
+// no fill, so half the host time. None if this torch lacks it, or if the public function has been
+// replaced, whose replacement is to be called then.
+py::object compiled_code_function(const char* name, const py::object& public_function) {
+  if (PyCFunction_CheckExact(public_function.ptr()) == 0) return py::none();
+  try {
+    return py::module_::import("torch._C._dynamo.guards").attr(name);
+  } catch (py::error_already_set&) {
+    return py::none();
+  }
+}
+
 }  // namespace
 
 TorchFramework::TorchFramework(const py::object& device, py::object comm_stream,
@@ -124,6 +136,9 @@ TorchFramework::TorchFramework(const py::object& device, py::object comm_stream,
   const py::module_ torch = py::module_::import("torch");
   torch_cuda_ = torch.attr("cuda");
   empty_strided_ = torch.attr("empty_strided");
+  empty_directly_ = compiled_code_function(
+      device_.is_cuda() ? "_empty_strided_cuda" : "_empty_strided_cpu", empty_strided_);
+  range_directly_ = compiled_code_function("_reinterpret_tensor", empty_strided_);
   from_dlpack_ = torch.attr("from_dlpack");
   is_deterministic_ = torch.attr("are_deterministic_algorithms_enabled");
   deterministic_ = torch.attr("utils").attr("deterministic");
@@ -188,14 +203,18 @@ void TorchFramework::comm_waits_for(const void* event) {
 
 py::object TorchFramework::make_strided(const TensorSpec& spec) const {
   const py::object shape = shape_of(spec), strides = strides_of(spec);
+  if (!empty_directly_.is_none()) {
+    PyObject* const arguments[] = {shape.ptr(), strides.ptr(), types_.dtype_of(spec.type)};
+    return checked(PyObject_Vectorcall(empty_directly_.ptr(), arguments, 3, nullptr));
+  }
+  std::optional<Unfilled> unfilled;
+  if (has_streams()) unfilled.emplace(is_deterministic_, deterministic_);
   PyObject* const arguments[] = {shape.ptr(), strides.ptr(), types_.dtype_of(spec.type),
                                  device_.object.ptr()};
   return checked(PyObject_Vectorcall(empty_strided_.ptr(), arguments, 2, options_.ptr()));
 }
 
 py::object TorchFramework::make_empty(const TensorSpec& spec) const {
-  std::optional<Unfilled> unfilled;
-  if (has_streams()) unfilled.emplace(is_deterministic_, deterministic_);
   const bool is_common = spec.type.id < ScalarType::kFirstOther || types_.dlpack_of(spec.type);
   if (is_common) return make_strided(spec);
   return viewed(make_strided(bytes_of(spec)), spec, types_.dtype_of(spec.type));
@@ -289,6 +308,15 @@ Object TorchFramework::over(uintptr_t address, const TensorSpec& spec,
 
 // ---- parts of tensors -------------------------------------------------------------------------------
 
+py::object TorchFramework::make_range(py::handle whole, const TensorSpec& range,
+                                      int64_t begin) const {
+  const py::object shape = shape_of(range), strides = strides_of(range);
+  if (range_directly_.is_none()) return whole.attr("as_strided")(shape, strides, begin);
+  const py::int_ first(begin);
+  PyObject* const arguments[] = {whole.ptr(), shape.ptr(), strides.ptr(), first.ptr()};
+  return checked(PyObject_Vectorcall(range_directly_.ptr(), arguments, 4, nullptr));
+}
+
 Object TorchFramework::part(const void* tensor, const TensorSpec& spec, size_t offset) {
   const py::handle whole = borrowed(tensor);
   const TensorRef found = reader_.read(whole.ptr());
@@ -296,7 +324,7 @@ Object TorchFramework::part(const void* tensor, const TensorSpec& spec, size_t o
   const bool is_of_type = spec.type == found.type;
   const auto num_elements = static_cast<int64_t>(spec.num_bytes() / found.type.num_bytes);
   const TensorSpec range = is_of_type ? spec : TensorSpec::of(found.type, {num_elements});
-  py::object made = whole.attr("as_strided")(shape_of(range), strides_of(range), begin);
+  py::object made = make_range(whole, range, static_cast<int64_t>(begin));
   if (!is_of_type) {
     made = made.attr("view")(py::handle(types_.dtype_of(spec.type))).attr("view")(shape_of(spec));
   }

@@ -46,6 +46,8 @@ class TorchFramework final : public Framework {
 
   pybind11::object make_strided(const TensorSpec& spec) const;
   pybind11::object make_empty(const TensorSpec& spec) const;
+  // Elements of a flat tensor from `begin` on.
+  pybind11::object make_range(pybind11::handle whole, const TensorSpec& range, int64_t begin) const;
   pybind11::object make_over(uintptr_t address, const TensorSpec& spec, DlDataType type,
                              std::shared_ptr<void> owner) const;
   bool is_made_by_dlpack(ElementType type) const;
@@ -56,6 +58,9 @@ class TorchFramework final : public Framework {
   const DlExchangeApi* api_;  // null: a capsule and torch.from_dlpack
   pybind11::object comm_stream_, current_stream_;
   pybind11::object torch_cuda_, empty_strided_, from_dlpack_, is_deterministic_, deterministic_;
+  // See compiled_code_function. (shape, strides, dtype) on the current device, and (tensor, shape,
+  // strides, begin); or None: the public functions serve.
+  pybind11::object empty_directly_, range_directly_;
   pybind11::object is_inference_mode_, inference_mode_;
   pybind11::tuple options_;  // names of empty_strided's keywords
   // By ScalarType; empty: nobody has asked yet.

@@ -49,9 +49,14 @@ def reader(leaf: str, device: torch.device = HOST) -> Any:
 
 
 def framework(leaf: str, comm: Any = None, current: Callable[[], int] | None = None) -> Any:
-    return _simt_tests.TorchFramework(
-        device=HOST, comm_stream=comm, exchange_api=LEAVES[leaf], current_stream=current
-    )
+    """Of a torch that has the exchange API and its compiler's functions, or neither."""
+    with pytest.MonkeyPatch.context() as patch:
+        if leaf == "attributes":  # whatever is replaced is called in the place of the compiler's
+            make = torch.empty_strided
+            patch.setattr(torch, "empty_strided", lambda *a, **options: make(*a, **options))
+        return _simt_tests.TorchFramework(
+            device=HOST, comm_stream=comm, exchange_api=LEAVES[leaf], current_stream=current
+        )
 
 
 def of_type(dtype: torch.dtype, num_bytes: int = 96) -> torch.Tensor:
@@ -290,11 +295,26 @@ def test_inference_mode_makes_inference_tensors(leaf: str) -> None:
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
-def test_fake_tensors_are_refused(leaf: str) -> None:
+def test_tensors_have_memory_under_any_mode(leaf: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), pytest.raises(errors.UnsupportedError, match="fake"):
-        framework(leaf).empty((4,), None, torch.float32)
+    maker = framework(leaf)
+    with FakeTensorMode():
+        if leaf == "attributes":
+            with pytest.raises(errors.UnsupportedError, match="fake"):
+                maker.empty((4,), None, torch.float32)
+        else:  # the compiler's functions do not ask modes
+            made, address = maker.empty((4,), None, torch.float32)
+            assert type(made) is torch.Tensor and made.data_ptr() == address != 0
+
+
+def test_a_torch_without_its_compilers_functions_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    for name in ("_empty_strided_cpu", "_reinterpret_tensor"):
+        monkeypatch.delattr(guards, name)
+    made, address = framework("exchange").empty((4, 3), (1, 4), torch.bfloat16)
+    assert made.shape == (4, 3) and made.stride() == (1, 4) and made.dtype == torch.bfloat16
+    assert made.data_ptr() == address
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
