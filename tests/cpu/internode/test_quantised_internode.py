@@ -91,7 +91,7 @@ def sampled(seed: int) -> Formed:
     return Formed(direct(case) if choose.random() < 0.6 else case, form)
 
 
-@pytest.mark.parametrize("first_seed", range(8000, 8160, 40))
+@pytest.mark.parametrize("first_seed", (8000, 8040))
 def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
     seeds = range(first_seed, first_seed + 40)
     run_seeds(seeds, sampled, quantised.run_case, quantised.verify)
