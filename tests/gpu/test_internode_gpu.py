@@ -139,44 +139,6 @@ def test_a_copy_to_the_host_may_stand_right_behind_a_call(num_ranks: int) -> Non
     assert all(run(copies_at_once, num_nodes * ranks_per_node, ranks_per_node))
 
 
-def timed(group, ranks_per_node: int):
-    device = torch.device("cuda", torch.cuda.current_device())
-    config = deep_comm.Config(24, 6, 256, 6, 128)
-    results = {}
-    with deep_comm.Buffer(
-        group, 1 << 30, 1 << 30, device=device, timeout_s=20.0, ranks_per_node=ranks_per_node
-    ) as buffer:
-        x = torch.randn(4096, 7168, device=device).to(torch.bfloat16)
-        idx = torch.rand(4096, 256, device=device).topk(8).indices
-        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=256, config=config)
-        calls = {
-            "dispatch": lambda: buffer.dispatch(x, handle, config=config),
-            "combine": lambda: buffer.combine(recv_x, handle, config=config),
-        }
-        for name, call in calls.items():
-            for _ in range(3):
-                call()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(10):
-                call()
-            end.record()
-            end.synchronize()
-            buffer.check()
-            results[name] = begin.elapsed_time(end) * 100  # us a call
-    return results
-
-
-@pytest.mark.parametrize("split", ["one node", "two nodes"])
-def test_cached_calls_at_4096_tokens_end(num_ranks: int, split: str, capsys) -> None:
-    """Prints the time of a call; performance is no verdict here."""
-    num = num_ranks // 2 * 2
-    slowest = run(timed, num, num if split == "one node" else num // 2)
-    with capsys.disabled():
-        for name in ("dispatch", "combine"):
-            print(f"\n{num} GPUs as {split}: {name} {max(r[name] for r in slowest):.0f} us")
-
-
 def paced(group, ranks_per_node: int, gb_per_s: float):
     """Seconds that the slowest rail is busy at that speed, by what it carried, and
     seconds that the call took.
