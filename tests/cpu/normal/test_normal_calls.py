@@ -262,26 +262,39 @@ def test_schedules_of_guesses_that_are_wrong(seed: int, expand: bool) -> None:
 
 @pytest.mark.parametrize("cast", [{}, *CASTS.values()], ids=["plain", *CASTS])
 def test_without_room_the_rows_take_the_rings(cast: dict[str, bool]) -> None:
-    """One rank's region is full, the others' are not."""
+    """One rank's region is full, the others' are not; then it is free again."""
 
     def body(buffer: Any, rank: int) -> None:
         arguments = {**to_rank(1, 12), **cast}
+        launched = []
+
+        def dispatch() -> Any:
+            before = buffer.runtime.num_launches
+            received = buffer.dispatch(**arguments)
+            launched.append(buffer.runtime.num_launches - before)
+            return received
+
         want = [part.clone() for part in parts_of(buffer.dispatch(**arguments)[0])]
         kept = None
         if rank == 1:
             region = buffer._context.region
             kept = region.allocate(region.num_free_bytes - 4096)
         for _ in range(2):
-            received = buffer.dispatch(**arguments)
+            received = dispatch()
             handle = received[4]
             again = buffer.dispatch(arguments["x"], handle=handle, **cast)[0]
             for got, cached, part in zip(parts_of(received[0]), parts_of(again), want, strict=True):
                 require_same(got, part, "rows")
                 require_same(cached, part, "rows of a cached dispatch")
             assert handle.num_recv_tokens_tensor.tolist() == [len(want[0])]
+            if not cast:
+                sums = buffer.combine(again, handle)[0]
+                assert torch.equal(sums, arguments["x"])
         del kept
-        for got, part in zip(parts_of(buffer.dispatch(**arguments)[0]), want, strict=True):
+        for got, part in zip(parts_of(dispatch()[0]), want, strict=True):
             require_same(got, part, "rows")
+        # The full rank had nothing to launch in hope; the third call is no attempt.
+        assert launched == ([2, 2, 2] if rank == 1 else [3, 3, 2])
 
     on_normal(body, num_direct_bytes=1 << 18)
 
