@@ -10,7 +10,7 @@ import torch
 from cases import InternodeCase, direct
 from checked_runs import ROUNDTRIP, check
 from gpu_cases import run
-from internode import random_case
+from internode import model_case, random_case
 
 import deep_comm
 from deep_comm import errors
@@ -51,12 +51,7 @@ def test_nccl_group_serves_as_well(num_ranks: int) -> None:
 
 def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
     for num_nodes, ranks_per_node in shapes(num_ranks):
-        num = num_nodes * ranks_per_node
-        case = InternodeCase(
-            tuple(512 + 97 * rank for rank in range(num)), hidden=7168, experts=64, topk=8,
-            biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
-            send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
-        )  # fmt: skip
+        case = model_case(num_nodes * ranks_per_node, ranks_per_node)
         check(run, ROUNDTRIP, [dataclasses.replace(case, direct_bytes=0), direct(case)])
 
 

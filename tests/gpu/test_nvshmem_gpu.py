@@ -18,6 +18,7 @@ import test_low_latency_internode_gpu as low_latency_over_nic
 from cases import InternodeCase, direct, verify_each
 from checked_runs import ROUNDTRIP
 from checked_runs import check as check_on
+from internode import model_case
 from low_latency import LowLatencyCase
 from low_latency import verify as verify_low_latency
 
@@ -80,12 +81,7 @@ def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
 def test_many_tokens_at_a_model_shape(num_ranks: int, near: bool) -> None:
-    num_nodes, ranks_per_node = shapes(num_ranks)[0]
-    case = InternodeCase(
-        tuple(512 + 97 * rank for rank in range(num_ranks)), hidden=7168, experts=64, topk=8,
-        biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
-        send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
-    )  # fmt: skip
+    case = model_case(num_ranks, shapes(num_ranks)[0][1])
     # Of so many that words stand for several rows.
     many = dataclasses.replace(
         case, tokens=(4200,) * num_ranks, nvl_bytes=1 << 30, rdma_bytes=1 << 30, direct_bytes=0
