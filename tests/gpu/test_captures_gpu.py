@@ -95,7 +95,7 @@ def _events_that_go(group) -> bool:
         idx = torch.arange(16, device=x.device)[:, None] % experts
         events = [
             buffer.low_latency_dispatch(x, idx, 16, experts, async_finish=True)[3] for _ in range(3)
-        ]  # the later ones in one native step; nobody waits for them
+        ]  # nobody waits for them
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,7 +1,6 @@
 """Low-latency launches back to back on GPUs, where each begins while the one before it ends.
 
-Without DEEP_COMM_POISON: its fills would stand between the launches, and calls would not be one
-native step.
+Without DEEP_COMM_POISON: its fills would stand between the launches.
 """
 
 import threading

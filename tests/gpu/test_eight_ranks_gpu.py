@@ -13,9 +13,10 @@ import test_internode_gpu as over_nic
 import test_low_latency_internode_gpu as low_latency
 import test_nvshmem_gpu as over_nvshmem
 import torch
-from cases import Case, InternodeCase, direct, verify_each
+from cases import Case, direct, verify_each
 from checked_runs import ROUNDTRIP, check
 from gpu_cases import POISON, matrix_for
+from internode import model_case
 from low_latency import verify as verify_low_latency
 
 from deep_comm import processes
@@ -74,16 +75,9 @@ def test_nodes_over_the_software_nic(pool: processes.Pool, shape: tuple[int, int
 
 
 def test_two_nodes_of_four_at_a_model_shape(pool: processes.Pool) -> None:
-    case = InternodeCase(
-        tuple(256 + 97 * rank for rank in range(8)), hidden=7168, experts=64, topk=8, biases=1,
-        calls=2, num_sms=24, nvl_bytes=512 << 20, rdma_bytes=512 << 20, send_chunk=6, slots=64,
-        rail_chunk=6, rail_slots=64, ranks_per_node=4,
-    )  # fmt: skip
-    check(
-        functools.partial(run, pool),
-        ROUNDTRIP,
-        [dataclasses.replace(case, direct_bytes=0), direct(case)],
-    )
+    case = model_case(8, 4, 256, calls=2)
+    cases = [dataclasses.replace(case, direct_bytes=0), direct(case)]
+    check(functools.partial(run, pool), ROUNDTRIP, cases)
 
 
 # As 4 x 2 ranks of a rail would share a GPU: see test_sharing_gpu.py.

@@ -4,18 +4,14 @@ import dataclasses
 import functools
 
 import matrix
-import pytest
-import torch
 from cases import Case
 from checked_runs import ROUNDTRIP, check
-from gpu_cases import matrix_for, run
+from gpu_cases import matrix_for, on_gpus, run
 
 
-@pytest.mark.parametrize("num_ranks_wanted", [2, 3, 4, 5, 6, 7, 8])
-def test_every_rank_gets_its_rows_and_sums(num_ranks_wanted: int) -> None:
-    if torch.cuda.device_count() < num_ranks_wanted:
-        pytest.skip(f"needs {num_ranks_wanted} CUDA devices, has {torch.cuda.device_count()}")
-    cases = matrix_for(num_ranks_wanted, seed=num_ranks_wanted)
+@on_gpus(2, 3, 4, 5, 6, 7, 8)
+def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
+    cases = matrix_for(num_ranks, seed=num_ranks)
     check(run, ROUNDTRIP, cases)
 
 

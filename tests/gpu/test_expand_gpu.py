@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, Scales
 from checked_runs import EXPANDED, check
-from gpu_cases import run
+from gpu_cases import on_gpus, run
 
 
 def cases_for(num_ranks: int, seed: int, num_cases: int) -> list[Case]:
@@ -15,11 +15,9 @@ def cases_for(num_ranks: int, seed: int, num_cases: int) -> list[Case]:
     return [dataclasses.replace(case, nvl_bytes=128 << 20) for case in cases]
 
 
-@pytest.mark.parametrize("num_ranks_wanted", [2, 3, 4, 5, 6, 7, 8])
-def test_every_expert_gets_its_rows_and_every_token_its_sum(num_ranks_wanted: int) -> None:
-    if torch.cuda.device_count() < num_ranks_wanted:
-        pytest.skip(f"needs {num_ranks_wanted} CUDA devices, has {torch.cuda.device_count()}")
-    cases = cases_for(num_ranks_wanted, seed=num_ranks_wanted, num_cases=40)
+@on_gpus(2, 3, 4, 5, 6, 7, 8)
+def test_every_expert_gets_its_rows_and_every_token_its_sum(num_ranks: int) -> None:
+    cases = cases_for(num_ranks, seed=num_ranks, num_cases=40)
     check(run, EXPANDED, cases)
 
 

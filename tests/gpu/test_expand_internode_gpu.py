@@ -6,6 +6,7 @@ import torch
 from cases import InternodeCase, Scales, direct
 from checked_runs import EXPANDED, check
 from gpu_cases import run
+from internode import model_case
 from test_internode_gpu import random_cases, shapes
 
 
@@ -22,11 +23,9 @@ def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
 
 def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
     for num_nodes, ranks_per_node in shapes(num_ranks):
-        num = num_nodes * ranks_per_node
-        plain = InternodeCase(
-            tuple(512 + 97 * rank for rank in range(num)), hidden=7168, experts=256, topk=8,
-            alignment=16, biases=1, calls=1, nvl_bytes=1 << 30, rdma_bytes=512 << 20, num_sms=24,
-            send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
+        plain = model_case(
+            num_nodes * ranks_per_node, ranks_per_node, experts=256, alignment=16, calls=1,
+            nvl_bytes=1 << 30,
         )  # fmt: skip
         quantised = dataclasses.replace(plain, dtype=torch.float8_e4m3fn, scales=Scales(56))
         cases = [dataclasses.replace(plain, direct_bytes=0), direct(plain), direct(quantised)]

@@ -10,7 +10,7 @@ import torch
 from cases import InternodeCase, direct
 from checked_runs import ROUNDTRIP, check
 from gpu_cases import run
-from internode import random_case
+from internode import model_case, random_case
 
 import deep_comm
 from deep_comm import errors
@@ -51,12 +51,7 @@ def test_nccl_group_serves_as_well(num_ranks: int) -> None:
 
 def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
     for num_nodes, ranks_per_node in shapes(num_ranks):
-        num = num_nodes * ranks_per_node
-        case = InternodeCase(
-            tuple(512 + 97 * rank for rank in range(num)), hidden=7168, experts=64, topk=8,
-            biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
-            send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
-        )  # fmt: skip
+        case = model_case(num_nodes * ranks_per_node, ranks_per_node)
         check(run, ROUNDTRIP, [dataclasses.replace(case, direct_bytes=0), direct(case)])
 
 
@@ -137,44 +132,6 @@ def test_a_copy_to_the_host_may_stand_right_behind_a_call(num_ranks: int) -> Non
     """The driver waits in it for the kernel with the context locked, which the NIC's calls need."""
     num_nodes, ranks_per_node = shapes(num_ranks)[-1]
     assert all(run(copies_at_once, num_nodes * ranks_per_node, ranks_per_node))
-
-
-def timed(group, ranks_per_node: int):
-    device = torch.device("cuda", torch.cuda.current_device())
-    config = deep_comm.Config(24, 6, 256, 6, 128)
-    results = {}
-    with deep_comm.Buffer(
-        group, 1 << 30, 1 << 30, device=device, timeout_s=20.0, ranks_per_node=ranks_per_node
-    ) as buffer:
-        x = torch.randn(4096, 7168, device=device).to(torch.bfloat16)
-        idx = torch.rand(4096, 256, device=device).topk(8).indices
-        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=256, config=config)
-        calls = {
-            "dispatch": lambda: buffer.dispatch(x, handle, config=config),
-            "combine": lambda: buffer.combine(recv_x, handle, config=config),
-        }
-        for name, call in calls.items():
-            for _ in range(3):
-                call()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(10):
-                call()
-            end.record()
-            end.synchronize()
-            buffer.check()
-            results[name] = begin.elapsed_time(end) * 100  # us a call
-    return results
-
-
-@pytest.mark.parametrize("split", ["one node", "two nodes"])
-def test_cached_calls_at_4096_tokens_end(num_ranks: int, split: str, capsys) -> None:
-    """Prints the time of a call; performance is no verdict here."""
-    num = num_ranks // 2 * 2
-    slowest = run(timed, num, num if split == "one node" else num // 2)
-    with capsys.disabled():
-        for name in ("dispatch", "combine"):
-            print(f"\n{num} GPUs as {split}: {name} {max(r[name] for r in slowest):.0f} us")
 
 
 def paced(group, ranks_per_node: int, gb_per_s: float):

@@ -3,23 +3,14 @@
 import random
 import time
 
-import gpu_pool
 import pytest
 import torch
 from cases import ROUTINGS
+from gpu_cases import run as on_gpus
 from layer_cases import Experts, LayerCase, build, expert, inputs, random_steps, run, verify
 from payload import assert_same_bits
 
 from deep_comm.reference import layer as reference_layer
-
-POISON = {"DEEP_COMM_POISON": "1"}
-
-
-def on_gpus(fn, num_ranks: int, *args: object) -> list:
-    return gpu_pool.shared().run(
-        fn, num_ranks, *args, backend="gloo", devices=range(num_ranks), variables=POISON,
-        timeout_s=280,
-    )  # fmt: skip
 
 
 def device_of(group) -> torch.device:

@@ -3,30 +3,15 @@
 import dataclasses
 import random
 
-import gpu_pool
 import low_latency
 import pytest
 import torch
 from cases import verify_each
+from gpu_cases import on_gpus, run
 from low_latency import LowLatencyCase, Pair, Range, inputs_of, open_buffer, run_pairs, verify
 
 import deep_comm
 from deep_comm.reference import low_latency as reference_low_latency
-
-POISON = {"DEEP_COMM_POISON": "1"}
-
-
-def run(fn, num_ranks: int, *args: object) -> list:
-    return gpu_pool.shared().run(
-        fn, num_ranks, *args, backend="gloo", devices=range(num_ranks), variables=POISON,
-        timeout_s=280,
-    )  # fmt: skip
-
-
-def require(num_ranks: int) -> None:
-    if torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"needs {num_ranks} CUDA devices")
-
 
 RANGE = Range(
     max_tokens=(1, 16, 128, 300),
@@ -50,10 +35,8 @@ def run_cases(group, cases: list[LowLatencyCase]) -> list:
         return [run_pairs(buffer, case) for case in cases]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.gpu
+@on_gpus(2, 4, 8)
 def test_rows_of_four_bits(num_ranks: int) -> None:
-    require(num_ranks)
     cases = [
         dataclasses.replace(
             sampled_case(500 + seed, num_ranks), use_fp8=False, round_scale=False, use_ue8m0=False,
@@ -65,10 +48,8 @@ def test_rows_of_four_bits(num_ranks: int) -> None:
     verify_each(verify, cases, results)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-@pytest.mark.gpu
+@on_gpus(2, 3, 4, 8)
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
-    require(num_ranks)
     cases = [sampled_case(seed, num_ranks) for seed in range(24)]
     results = run(run_cases, num_ranks, cases)
     verify_each(verify, cases, results)
@@ -81,10 +62,7 @@ def replay_graphs(group, case: LowLatencyCase) -> list:
     with open_buffer(group, case, device=device, timeout_s=60) as buffer:
         pairs = [Pair(buffer, case, 0) for _ in range(3)]
         for pair in pairs:  # what is made on first use, before the capture
-            for stage in (pair.dispatch, pair.combine):
-                hook = stage()
-                if hook is not None:
-                    hook()
+            pair.run()
         graphs = []
         torch.cuda.synchronize()
         group.barrier()
@@ -92,10 +70,7 @@ def replay_graphs(group, case: LowLatencyCase) -> list:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 for pair in part:
-                    for stage in (pair.dispatch, pair.combine):
-                        hook = stage()
-                        if hook is not None:
-                            hook()
+                    pair.run()
             graphs.append((graph, part))
         for call in range(case.calls):
             eager = Pair(buffer, case, call)
@@ -110,10 +85,7 @@ def replay_graphs(group, case: LowLatencyCase) -> list:
             torch.cuda.synchronize()
             results.append([pair.received() for pair in part][-1])
             if call % 3 == 0:
-                for stage in (eager.dispatch, eager.combine):
-                    hook = stage()
-                    if hook is not None:
-                        hook()
+                eager.run()
         buffer.check()
     return results
 
@@ -157,25 +129,16 @@ def alternate_graphs(group, case: LowLatencyCase) -> list:
     with deep_comm.Buffer(
         group, 64 << 20, case.num_bytes, low_latency_mode=True, device=device, timeout_s=60
     ) as buffer:
-
-        def run(pair: Pair) -> None:
-            hooks = []
-            for stage in (pair.dispatch, pair.combine):
-                hook = stage()
-                if hook is not None:
-                    hook()
-                hooks.append(hook)
-
         pairs = [Pair(buffer, case, number) for number in range(case.num_ranks)]
         for pair in pairs:
-            run(pair)  # what is made on first use, before the capture
+            pair.run()  # what is made on first use, before the capture
         torch.cuda.synchronize()
         group.barrier()
         graphs = []
         for pair in pairs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                run(pair)
+                pair.run()
             graphs.append(graph)
         normal = torch.full((6, 64), 1.0 + buffer.rank, dtype=torch.bfloat16, device=device)
         normal_idx = (torch.arange(6, device=device) % case.num_ranks).unsqueeze(1)
@@ -190,7 +153,7 @@ def alternate_graphs(group, case: LowLatencyCase) -> list:
             torch.cuda.synchronize()
             results.append(pair.received())
             if call % 3 == 1:
-                run(Pair(buffer, case, call))
+                Pair(buffer, case, call).run()
             if call % 4 == 2:
                 received = buffer.dispatch(
                     normal, topk_idx=normal_idx, topk_weights=torch.ones(6, 1, device=device),
@@ -202,10 +165,8 @@ def alternate_graphs(group, case: LowLatencyCase) -> list:
 
 
 @pytest.mark.parametrize("variant", ["packed", "hook", "compact", "late_weights"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.gpu
+@on_gpus(2, 4)
 def test_graphs_of_other_token_counts_alternate(num_ranks: int, variant: str) -> None:
-    require(num_ranks)
     case = LowLatencyCase(
         (32, 9, 0, 17)[:num_ranks], 32, hidden=1024, experts=16, topk=4, use_fp8=True,
         mode="hook" if variant == "hook" else "plain", compact=variant == "compact",

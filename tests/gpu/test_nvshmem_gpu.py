@@ -18,6 +18,7 @@ import test_low_latency_internode_gpu as low_latency_over_nic
 from cases import InternodeCase, direct, verify_each
 from checked_runs import ROUNDTRIP
 from checked_runs import check as check_on
+from internode import model_case
 from low_latency import LowLatencyCase
 from low_latency import verify as verify_low_latency
 
@@ -80,13 +81,12 @@ def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
 def test_many_tokens_at_a_model_shape(num_ranks: int, near: bool) -> None:
-    num_nodes, ranks_per_node = shapes(num_ranks)[0]
-    case = InternodeCase(
-        tuple(512 + 97 * rank for rank in range(num_ranks)), hidden=7168, experts=64, topk=8,
-        biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
-        send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
-    )  # fmt: skip
-    check([dataclasses.replace(case, direct_bytes=0), direct(case)], near=near)
+    case = model_case(num_ranks, shapes(num_ranks)[0][1])
+    # Of so many that words stand for several rows.
+    many = dataclasses.replace(
+        case, tokens=(4200,) * num_ranks, nvl_bytes=1 << 30, rdma_bytes=1 << 30, direct_bytes=0
+    )
+    check([dataclasses.replace(case, direct_bytes=0), direct(case), many], near=near)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
@@ -130,20 +130,6 @@ def test_a_part_of_the_job_is_refused(num_ranks: int) -> None:
         pytest.skip("needs 3 CUDA devices")
     messages = run(other_group, num_ranks)
     assert all("not the NVSHMEM job" in message for message in messages[:2])
-
-
-@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
-def test_cached_calls_at_4096_tokens_end(num_ranks: int, near: bool, capsys) -> None:
-    """Prints the time of a call; performance is no verdict here."""
-    num = num_ranks // 2 * 2
-    slowest = run(over_nic.timed, num, num // 2, near=near)
-    with capsys.disabled():
-        for name in ("dispatch", "combine"):
-            way = "stores" if near else "puts"
-            print(
-                f"\n{num} GPUs as two nodes, NVSHMEM, {way}: {name} "
-                f"{max(r[name] for r in slowest):.0f} us"
-            )
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])

@@ -52,7 +52,7 @@ def body(group, what) -> list:
         group, 64 << 20, num_bytes, low_latency_mode=True, device=device, timeout_s=60
     ) as buffer:
         calls = Calls(group, buffer, device)
-        for _ in range(2):  # the second time in one step
+        for _ in range(2):  # first and later calls
             calls.outputs()
             calls.pair()
         found = what(group, calls, device)

@@ -8,16 +8,14 @@ import quantised
 import torch
 from cases import Case
 from checked_runs import QUANTISED, check
-from gpu_cases import run
+from gpu_cases import on_gpus, run
 from quantised import FORMS
 
 
-@pytest.mark.parametrize("num_ranks_wanted", [2, 3, 4, 5, 6, 7, 8])
-def test_rows_are_cast_once_and_bit_for_bit(num_ranks_wanted: int) -> None:
-    if torch.cuda.device_count() < num_ranks_wanted:
-        pytest.skip(f"needs {num_ranks_wanted} CUDA devices, has {torch.cuda.device_count()}")
+@on_gpus(2, 3, 4, 5, 6, 7, 8)
+def test_rows_are_cast_once_and_bit_for_bit(num_ranks: int) -> None:
     cases = matrix.sample(
-        36, num_ranks_wanted, ranks=[num_ranks_wanted], hidden=[128, 384, 1024, 2176, 7168],
+        36, num_ranks, ranks=[num_ranks], hidden=[128, 384, 1024, 2176, 7168],
         payload=[(torch.bfloat16, None)], alignment=[1, 16, 128], smem_bytes=[None],
     )  # fmt: skip
     forms = [

@@ -13,6 +13,7 @@ import torch
 from cases import InternodeCase, direct
 from checked_runs import QUANTISED, check
 from gpu_cases import run
+from internode import model_case
 from quantised import FORMS, Form
 
 Cases = list[tuple[InternodeCase, Form]]
@@ -33,11 +34,9 @@ def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> Cas
 
 
 def model_cases(num_nodes: int, ranks_per_node: int) -> Cases:
-    num = num_nodes * ranks_per_node
-    rings = InternodeCase(
-        tuple(512 + 97 * rank for rank in range(num)), hidden=7168, experts=256, topk=8,
-        alignment=16, calls=2, nvl_bytes=1 << 30, rdma_bytes=512 << 20, num_sms=24, send_chunk=6,
-        slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node, direct_bytes=0,
+    rings = model_case(
+        num_nodes * ranks_per_node, ranks_per_node, experts=256, alignment=16, biases=0, calls=2,
+        nvl_bytes=1 << 30, direct_bytes=0,
     )  # fmt: skip
     exponents = Form(round_scale=True, use_ue8m0=True, column_major=True)
     return [(rings, Form()), (direct(rings), Form(expand=True)), (direct(rings), exponents)]

@@ -16,8 +16,9 @@ import test_low_latency_internode_gpu as low_latency
 import test_low_latency_internode_masks_gpu as masks
 import test_nvshmem_gpu as over_nvshmem
 import torch
-from cases import InternodeCase, direct, verify_each
+from cases import direct, verify_each
 from checked_runs import ROUNDTRIP, check
+from internode import model_case
 from low_latency import verify as verify_low_latency
 from low_latency_masks import DEAD, survive, verify_outcomes
 
@@ -65,14 +66,8 @@ def test_asynchronous_calls_give_the_same(pool: processes.Pool) -> None:
 
 
 def test_many_tokens_at_a_model_shape(pool: processes.Pool, devices: list[int]) -> None:
-    case = direct(
-        InternodeCase(
-            (512, 609, 706, 803), hidden=7168, experts=64, topk=8, biases=1, calls=3, num_sms=24,
-            nvl_bytes=512 << 20, rdma_bytes=512 << 20, send_chunk=6, slots=64, rail_chunk=6,
-            rail_slots=64, ranks_per_node=2,
-        )
-    )  # fmt: skip
-    check(functools.partial(run, pool, devices=devices), ROUNDTRIP, [case])
+    cases = [direct(model_case(4, 2))]
+    check(functools.partial(run, pool, devices=devices), ROUNDTRIP, cases)
 
 
 def test_a_silent_rank_is_named_and_the_buffer_recovers(pool: processes.Pool) -> None:

@@ -13,29 +13,13 @@ from roundtrip import Received, call_once, verify
 import deep_comm
 
 LEFT = Case(
-    (300, 7, 120, 64, 0, 33, 90, 1),
-    experts=24,
-    topk=4,
-    hidden=2048,
-    seed=1,
-    calls=16,
-    num_sms=16,
-    send_chunk=8,
-    slots=32,
-)
+    (300, 7, 120, 64, 0, 33, 90, 1), experts=24, topk=4, hidden=2048, seed=1, calls=16,
+    num_sms=16, send_chunk=8, slots=32,
+)  # fmt: skip
 RIGHT = Case(
-    (33, 250, 0, 90, 17, 5, 210, 8),
-    experts=40,
-    topk=6,
-    hidden=1024,
-    seed=2,
-    calls=16,
-    num_sms=16,
-    send_chunk=4,
-    slots=16,
-    fused_layout=True,
-    biases=1,
-)
+    (33, 250, 0, 90, 17, 5, 210, 8), experts=40, topk=6, hidden=1024, seed=2, calls=16,
+    num_sms=16, send_chunk=4, slots=16, fused_layout=True, biases=1,
+)  # fmt: skip
 
 
 def _pair(num_ranks: int, direct_bytes: int) -> tuple[Case, Case]:
@@ -90,9 +74,9 @@ def _extremes(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows.float().aminmax(dim=1))
 
 
-def _overlapped(group, num_buffers: int) -> tuple[bool, float]:
+def _overlapped(group, num_buffers: int) -> bool:
     """Cached dispatches of one micro-batch beside combines of another, nothing on the host in
-    between. Returns whether all rows and sums were right, and the time of a pair in microseconds.
+    between. Returns whether all rows and sums were right.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     rank, ranks = group.rank(), group.size()
@@ -113,10 +97,6 @@ def _overlapped(group, num_buffers: int) -> tuple[bool, float]:
     torch.cuda.synchronize()
     group.barrier()
     sent, received, sums = [], [], []
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for stream in streams:
-        stream.wait_event(begin)
     for call in range(num_calls):
         with torch.cuda.stream(streams[0]):
             payload = x + float(call % 16)
@@ -127,9 +107,6 @@ def _overlapped(group, num_buffers: int) -> tuple[bool, float]:
         with torch.cuda.stream(streams[1]):
             total = combining.combine(rows, other, config=config)[0]
             sums.append(_extremes(total))
-    for stream in streams:
-        torch.cuda.current_stream().wait_stream(stream)
-    end.record()
     torch.cuda.synchronize()
     sources = torch.arange(1, ranks + 1, device=device).repeat_interleave(4).float()
     good = all(bool((got == sources + add).all()) for got, add in zip(received, sent, strict=True))
@@ -137,13 +114,9 @@ def _overlapped(group, num_buffers: int) -> tuple[bool, float]:
     for buffer in buffers:
         buffer.check()
         buffer.destroy()
-    return good, begin.elapsed_time(end) / num_calls * 1e3
+    return good
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2])
 def test_dispatch_beside_combine(num_ranks: int, num_buffers: int) -> None:
-    results = run(_overlapped, num_ranks, num_buffers)
-    assert all(good for good, _ in results)
-    print(
-        f"{num_buffers} Buffer(s): {max(us for _, us in results):.0f} us a dispatch and a combine"
-    )
+    assert all(run(_overlapped, num_ranks, num_buffers))

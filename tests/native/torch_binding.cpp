@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -74,15 +73,6 @@ struct Owner {
   py::object ended;
 };
 
-template <class Body>
-double nanoseconds(int count, const Body& body) {
-  const auto begin = std::chrono::steady_clock::now();
-  for (int done = 0; done < count; ++done) body();
-  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin)
-             .count() /
-         count;
-}
-
 // What a call raises, by name.
 struct Thrower {
   py::object raise(const Arguments<2>& given) {
@@ -132,14 +122,10 @@ void bind_torch_leaf(py::module_& m) {
   connect_interpreter();
   py::class_<TensorReader>(m, "TensorReader", py::module_local())
       .def(py::init<py::object, py::object>(), "device"_a, "exchange_api"_a)
-      .def("read",
-           [](const TensorReader& self, py::object object) {
-             const TensorRef found = self.read(object.ptr());
-             if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-             return described(found);
-           })
-      .def("time", [](const TensorReader& self, py::object object, int count) {
-        return nanoseconds(count, [&] { self.read(object.ptr()); });
+      .def("read", [](const TensorReader& self, py::object object) {
+        const TensorRef found = self.read(object.ptr());
+        if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+        return described(found);
       });
   py::class_<TorchFramework>(m, "TorchFramework", py::module_local())
       .def(py::init<py::object, py::object, py::object, py::object>(), py::kw_only(), "device"_a,
@@ -176,19 +162,7 @@ void bind_torch_leaf(py::module_& m) {
       .def("record_on_current",
            [](TorchFramework& self, py::object tensor) { self.record_on_current(tensor.ptr()); })
       .def("comm_waits_for",
-           [](TorchFramework& self, py::object event) { self.comm_waits_for(event.ptr()); })
-      .def(
-          "time_empty",
-          [](TorchFramework& self, const std::vector<int64_t>& shape, py::object dtype, int count) {
-            const TensorSpec spec = spec_of(shape, py::none(), dtype);
-            return nanoseconds(count, [&] { self.empty(spec); });
-          })
-      .def("time_over", [](TorchFramework& self, uintptr_t address,
-                           const std::vector<int64_t>& shape, py::object dtype, int count) {
-        const TensorSpec spec = spec_of(shape, py::none(), dtype);
-        const auto owner = std::make_shared<int>();
-        return nanoseconds(count, [&] { self.over(address, spec, owner); });
-      });
+           [](TorchFramework& self, py::object event) { self.comm_waits_for(event.ptr()); });
   m.def("read_integer", [](py::object object) {
     const IntegerRef found = read_integer(object.ptr());
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();

@@ -285,3 +285,21 @@ def installed() -> Iterator[Log]:
         finally:
             for name in ("deep_comm.backends.cuda", "deep_comm.backends.cuda_streams"):
                 sys.modules.pop(name, None)
+
+
+class Counter:
+    """Python functions of the package entered while it is active."""
+
+    def __init__(self) -> None:
+        self.functions: list[str] = []
+
+    def __enter__(self) -> Counter:
+        sys.setprofile(self._enter)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(None)
+
+    def _enter(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and "/deep_comm/" in frame.f_code.co_filename:
+            self.functions.append(frame.f_code.co_name)

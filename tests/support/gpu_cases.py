@@ -5,31 +5,29 @@ from collections.abc import Sequence
 
 import gpu_pool
 import matrix
+import pytest
 from cases import Case
 
 NUM_CASES = 64
 POISON = {"DEEP_COMM_POISON": "1"}
 
 
+def on_gpus(*counts: int) -> pytest.MarkDecorator:
+    """Runs a test with each of these ``num_ranks`` that the machine has devices for."""
+    marks = [pytest.param(count, marks=pytest.mark.gpu(num_devices=count)) for count in counts]
+    return pytest.mark.parametrize("num_ranks", marks)
+
+
 def run(
-    fn,
-    num_ranks: int,
-    *args: object,
-    backend: str = "gloo",
-    devices: Sequence[int] | None = None,
+    fn, num_ranks: int, *args: object, backend: str = "gloo", devices: Sequence[int] | None = None
 ) -> list:
-    """One process of the session's pool a rank, on a device of its own unless
-    ``devices`` says otherwise.
+    """One process of the session's pool a rank, on a device of its own unless ``devices`` says
+    otherwise.
     """
     return gpu_pool.shared().run(
-        fn,
-        num_ranks,
-        *args,
-        backend=backend,
+        fn, num_ranks, *args, backend=backend, variables=POISON, timeout_s=280,
         devices=range(num_ranks) if devices is None else devices,
-        variables=POISON,
-        timeout_s=280,
-    )
+    )  # fmt: skip
 
 
 def matrix_for(num_ranks: int, seed: int, num_cases: int = NUM_CASES) -> list[Case]:

@@ -56,6 +56,18 @@ def random_case(seed: int, shape: tuple[int, int] | None = None) -> InternodeCas
     )
 
 
+def model_case(
+    num_ranks: int, ranks_per_node: int, first_tokens: int = 512, **changes: Any
+) -> InternodeCase:
+    """Of a model's size, with what GPUs take by default; each rank has some tokens more."""
+    settings = dict(
+        hidden=7168, experts=64, topk=8, biases=1, calls=3, nvl_bytes=512 << 20,
+        rdma_bytes=512 << 20, num_sms=24, send_chunk=6, slots=64, rail_chunk=6, rail_slots=64,
+    )  # fmt: skip
+    tokens = tuple(first_tokens + 97 * rank for rank in range(num_ranks))
+    return InternodeCase(tokens, ranks_per_node=ranks_per_node, **{**settings, **changes})
+
+
 SKEWED: dict[str, Sequence[int]] = {
     "one node": range(4, 6), "own node": (), "one rank": [5], "not node 0": range(2, 6),
 }  # fmt: skip

@@ -225,6 +225,13 @@ class Pair:
         )
         return self._hooked(event, hook)
 
+    def run(self) -> None:
+        """Both, each received at once."""
+        for stage in (self.dispatch, self.combine):
+            hook = stage()
+            if hook is not None:
+                hook()
+
     def received(self) -> Received:
         is_pair = self.case.use_fp8 or self.case.use_nvfp4
         recv_x, scales = self.payload if is_pair else (self.payload, None)

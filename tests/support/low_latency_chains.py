@@ -1,5 +1,5 @@
 """Low-latency pairs with nothing between their launches: where one may begin before the other ends,
-no other kernel keeps them apart. Calls of a form that is known are one native step."""
+no other kernel keeps them apart."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_chains(
         [inputs_of(rank, number, call, device) for call in range(calls)]
         for number in range(num_buffers)
     ]
-    # One after the other, each alone: also the first of its form, which goes step by step.
+    # One after the other, each alone.
     alone = [[_alone(buffer, of_call) for of_call in inputs[n]] for n, buffer in enumerate(buffers)]
     # On a GPU ranks need not agree on the order of two Buffers.
     order = range(num_buffers) if not is_cuda or rank % 2 == 0 else range(num_buffers)[::-1]

@@ -27,41 +27,20 @@ from deep_comm.reference import low_latency as reference_low_latency
 
 CASES = [
     Case(
-        (33,),
-        hidden=256,
-        experts=7,
-        topk=3,
-        num_sms=4,
-        slots=3,
-        send_chunk=2,
-        direct_bytes=0,
+        (33,), hidden=256, experts=7, topk=3, num_sms=4, slots=3, send_chunk=2, direct_bytes=0,
         biases=1,
     ),
     Case((33,), hidden=256, experts=7, topk=3, num_sms=4, slots=8, fused_layout=True, biases=2),
     Case(
-        (19,),
-        hidden=1024,
-        experts=40,
-        topk=8,
-        num_sms=2,
-        routing="holes",
-        worst=5,
+        (19,), hidden=1024, experts=40, topk=8, num_sms=2, routing="holes", worst=5,
         fused_layout=True,
     ),
     Case(
-        (21,),
-        hidden=512,
-        experts=5,
-        topk=2,
-        num_sms=4,
-        slots=4,
-        dtype=torch.int8,
-        scales=Scales(3, layout="column"),
-        idx_dtype=torch.int32,
-        combine_dtype=torch.float32,
+        (21,), hidden=512, experts=5, topk=2, num_sms=4, slots=4, dtype=torch.int8,
+        scales=Scales(3, layout="column"), idx_dtype=torch.int32, combine_dtype=torch.float32,
     ),
     Case((0,), hidden=128, experts=4, topk=2, num_sms=2),
-]
+]  # fmt: skip
 EXPANDED = [
     Case((33,), hidden=256, experts=7, topk=3, num_sms=4, alignment=16, biases=1),
     Case(

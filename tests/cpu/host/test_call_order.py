@@ -54,7 +54,6 @@ class Bench:
         self.log.launch("kernel", call.stream)
         call.note_output("output")
         del call
-        gc.collect()
 
 
 def test_the_order_of_streams_is_seen_by_this_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import fake_cuda
 import pytest
 import torch
-from fake_cuda import COMPUTE
+from fake_cuda import COMPUTE, Counter
 
 import deep_comm
 from deep_comm import local
 
 T, H, K, E = 40, 256, 2, 8
-
-
-class Counter:
-    """Python functions of the package entered, and tensors made, while it is active."""
-
-    def __init__(self) -> None:
-        self.functions: list[str] = []
-
-    def __enter__(self) -> Counter:
-        sys.setprofile(self._enter)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        sys.setprofile(None)
-
-    def _enter(self, frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and "/deep_comm/" in frame.f_code.co_filename:
-            self.functions.append(frame.f_code.co_name)
 
 
 def _on_fake_cuda(body: Callable[..., Any], num_direct_bytes: int = 8 << 20) -> Any:

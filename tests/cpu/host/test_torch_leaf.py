@@ -543,21 +543,3 @@ assert "torch" not in sys.modules
 """
     folder = _simt_tests.__file__.rpartition("/")[0]
     subprocess.run([sys.executable, "-c", program, folder], check=True, timeout=120)
-
-
-def test_the_cost_of_tensors_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    memory, count = torch.zeros(1 << 16, dtype=torch.uint8), 20_000
-    lines = []
-    for leaf in LEAVES:
-        maker = framework(leaf)
-        read = reader(leaf).time(torch.ones(128, 8), count)
-        empty = maker.time_empty((128, 64), torch.bfloat16, count)
-        over = maker.time_over(memory.data_ptr(), (64, 64), torch.bfloat16, count)
-        bytes_over = maker.time_over(memory.data_ptr(), (64, 64), torch.int4, count)
-        lines.append(
-            f"{leaf}: read {read:.0f} ns, empty {empty:.0f} ns, over {over:.0f} ns, "
-            f"of a type that DLPack lacks {bytes_over:.0f} ns"
-        )
-        assert min(read, empty, over, bytes_over) > 0
-    with capsys.disabled():
-        print("\n" + "\n".join(lines))

@@ -22,7 +22,7 @@ CASE = LayerCase(((5, 3),), max_tokens=8, decode_tokens=8, hidden=128)
 def test_a_default_device_is_not_that_of_outputs(
     ranks_per_node: int | None, poisons: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As around a model that is made on "meta". Poisoned outputs are made step by step."""
+    """As around a model that is made on "meta"."""
     if poisons:
         monkeypatch.setenv("DEEP_COMM_POISON", "1")
 
@@ -73,7 +73,7 @@ def test_a_training_step_that_another_call_receives_in_inference_mode(
         x, idx, weights = inputs(CASE, group.rank(), 0)
         factor = torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
         with build(group, dataclasses.replace(CASE, ranks_per_node=ranks_per_node)) as layer:
-            for _ in range(2):  # step by step, and in native ones
+            for _ in range(2):
                 x.grad = None
                 x.requires_grad_()
                 with layer.dispatch_async(x, idx, weights, mode="prefill") as sent:

@@ -6,11 +6,11 @@ import pytest
 import roundtrip
 import torch
 from cases import SHAPES, InternodeCase, Scales, direct, make_inputs
-from expanded import check, check_processes, check_refusals, dispatch_ones
+from expanded import check, check_processes, dispatch_ones
 from internode import random_case
 
 from deep_comm import Buffer, local
-from deep_comm.errors import ArgumentError, CapacityError
+from deep_comm.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -70,15 +70,11 @@ def test_processes_over_shared_memory() -> None:
     check_processes(cases)
 
 
-def _buffer(group: Any, **options: Any) -> Buffer:
-    return Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=1, **options)
-
-
 def test_without_weights_and_with_other_alignments_elsewhere() -> None:
     """Rows are numbered where they have come: nobody else need know of the alignment."""
 
     def main(group: local.ThreadGroup) -> None:
-        with _buffer(group) as buffer:
+        with Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=1) as buffer:
             x, idx, weights, counts, handle, _ = dispatch_ones(buffer, 6, 1 + 7 * group.rank())
             assert weights is None
             per_expert = 6 if group.rank() == 0 else 8
@@ -89,40 +85,6 @@ def test_without_weights_and_with_other_alignments_elsewhere() -> None:
             assert handle.num_recv_rows == 6 and handle.num_output_rows == sum(counts)
             y, _, _ = buffer.combine(x, handle)
             assert y.unique().tolist() == [2.0]
-
-    local.run(main, 2)
-
-
-@pytest.mark.parametrize("direct_bytes", [0, 1 << 19])
-def test_too_few_worst_case_rows_are_an_error(direct_bytes: int) -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with _buffer(group, num_direct_bytes=direct_bytes) as buffer:
-            # 12 selections a rank in two groups of 16: 32 rows.
-            with pytest.raises(CapacityError) as caught:
-                dispatch_ones(buffer, 6, 16, num_worst_tokens=31)
-            assert (caught.value.rank, caught.value.needed_rows) == (group.rank(), 32)
-            options = dict(num_worst_tokens=40, zero_padding=True)
-            x, idx, *_, handle, _ = dispatch_ones(buffer, 6, 16, **options)
-            assert x.shape[0] == idx.shape[0] == handle.num_output_rows == 40
-            assert int((x != 0).any(dim=1).sum()) == int((idx >= 0).sum()) == 12
-            assert handle.expansion.expert_offsets.tolist() == [0, 16, 32]
-            assert handle.expansion.expert_counts.tolist() == [6, 6]
-            assert (handle.expansion.recv_rows[6:] == -1).all()
-            y, _, _ = buffer.combine(x, handle)
-            assert y.unique().tolist() == [2.0]
-
-    local.run(main, 2)
-
-
-def test_refusals() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with _buffer(group) as buffer:
-            check_refusals(buffer, 16)
-            x, idx = torch.ones(4, 64, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.int64)
-            with pytest.raises(ArgumentError, match="zero_tail"):
-                buffer.dispatch(
-                    x, topk_idx=idx, num_experts=2, num_worst_tokens=99, zero_tail=True, expand=True
-                )
 
     local.run(main, 2)
 

@@ -12,9 +12,6 @@ from schedules import find_fault, pass_without_fault, run_seeds, simulated
 from test_internode_direct_simulated import SEVERAL, direct
 from test_internode_simulated import FAULTY, SEEDS_PER_TEST, small_case
 
-NUM_SEEDS = 320
-
-
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -24,7 +21,7 @@ def expanded_case(seed: int) -> InternodeCase:
     return direct(case) if choose.random() < 0.6 else case
 
 
-@pytest.mark.parametrize("first_seed", range(7000, 7000 + NUM_SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first_seed", (7000, 7040, 7080))
 def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
     seeds = range(first_seed, first_seed + SEEDS_PER_TEST)
     run_seeds(seeds, expanded_case, expanded.run_case, expanded.verify)

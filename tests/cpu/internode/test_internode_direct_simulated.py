@@ -11,9 +11,6 @@ from roundtrip import run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds, simulated
 from test_internode_simulated import FAULTY, SEEDS_PER_TEST, small_case
 
-NUM_SEEDS = 320
-
-
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -21,7 +18,7 @@ def direct(case: InternodeCase) -> InternodeCase:
     return cases.direct(dataclasses.replace(case, nvl_bytes=1 << 19, rdma_bytes=1 << 19))
 
 
-@pytest.mark.parametrize("first_seed", range(2000, 2000 + NUM_SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first_seed", (2000, 2040, 2080))
 def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
     seeds = range(first_seed, first_seed + SEEDS_PER_TEST)
     run_seeds(seeds, lambda seed: direct(small_case(seed)), run_case, verify)

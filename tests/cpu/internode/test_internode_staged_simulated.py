@@ -12,9 +12,6 @@ from test_internode_simulated import SEEDS_PER_TEST, small_case
 
 from deep_comm import simulate
 
-NUM_SEEDS = 320
-
-
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -32,12 +29,12 @@ def staged_case(seed: int) -> InternodeCase:
     )
 
 
-@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first_seed", range(0, 160, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
     run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), staged_case, run_case, verify)
 
 
-@pytest.mark.parametrize("first_seed", [1000, 1040])
+@pytest.mark.parametrize("first_seed", [1000])
 def test_sums_stored_into_near_nodes_are_the_same(
     first_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

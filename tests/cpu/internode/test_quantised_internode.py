@@ -4,7 +4,6 @@ for bit and in bytes on the rail; ranks are threads, processes or simulated.
 
 import dataclasses
 import random
-from typing import Any
 
 import pytest
 import quantised
@@ -16,7 +15,7 @@ from schedules import find_fault, pass_without_fault, run_seeds, simulated
 from test_internode_simulated import small_case
 
 from deep_comm import Buffer, local
-from deep_comm.errors import ArgumentError, ConfigMismatch, HandleMismatch
+from deep_comm.errors import ConfigMismatch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -91,7 +90,7 @@ def sampled(seed: int) -> Formed:
     return Formed(direct(case) if choose.random() < 0.6 else case, form)
 
 
-@pytest.mark.parametrize("first_seed", range(8000, 8160, 40))
+@pytest.mark.parametrize("first_seed", (8000, 8040))
 def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
     seeds = range(first_seed, first_seed + 40)
     run_seeds(seeds, sampled, quantised.run_case, quantised.verify)
@@ -145,16 +144,14 @@ def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int, way: str) 
 # ---- errors -------------------------------------------------------------------------------------
 
 
-def _buffer(group: Any, **options: Any) -> Buffer:
-    return Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=1, **options)
-
-
 @pytest.mark.parametrize("direct_bytes", [0, 1 << 19])
 def test_all_ranks_must_quantise_alike(direct_bytes: int) -> None:
     def main(group: local.ThreadGroup) -> None:
         x = torch.ones(5, 128, dtype=torch.bfloat16)
         idx = torch.zeros(5, 1, dtype=torch.int64)
-        with _buffer(group, num_direct_bytes=direct_bytes) as buffer:
+        with Buffer(
+            group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=1, num_direct_bytes=direct_bytes
+        ) as buffer:
             for mine in (dict(round_scale=True), dict(round_scale=True, use_ue8m0=True)):
                 options = mine if group.rank() == 0 else {}
                 with pytest.raises(ConfigMismatch, match="round_scale|scale_row_bytes"):
@@ -163,28 +160,5 @@ def test_all_ranks_must_quantise_alike(direct_bytes: int) -> None:
                 buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=group.rank() == 0)
             (recv_x, _), *_ = buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=True)
             assert recv_x.shape[0] == (10 if group.rank() == 0 else 0)
-
-    local.run(main, 2)
-
-
-def test_refusals() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        x = torch.ones(5, 128, dtype=torch.bfloat16)
-        given: dict[str, Any] = dict(topk_idx=torch.zeros(5, 1, dtype=torch.int64), num_experts=2)
-        with _buffer(group) as buffer:
-            handle = buffer.dispatch(x, **given, use_fp8=True)[4]
-            before = buffer.runtime.num_launches
-            for bad, match, options in (
-                (x, "round_scale", dict(round_scale=True)),
-                (x, "use_ue8m0", dict(use_fp8=True, use_ue8m0=True)),
-                (x.float(), "bfloat16", dict(use_fp8=True)),
-                (x[:, :64].contiguous(), "multiple of 128", dict(use_fp8=True)),
-                ((x, torch.ones(5, 1)), "without scales", dict(use_fp8=True)),
-            ):
-                with pytest.raises(ArgumentError, match=match):
-                    buffer.dispatch(bad, **given, **options)
-            with pytest.raises(HandleMismatch, match="5 tokens"):
-                buffer.dispatch(x[:4], handle=handle, use_fp8=True)
-            assert buffer.runtime.num_launches == before
 
     local.run(main, 2)

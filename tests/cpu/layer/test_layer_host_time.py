@@ -24,22 +24,6 @@ MAX_FUNCTIONS = {"decode": 5, "auto": 5, "prefill": 14, "bounded": 14}
 IMPORT_TARGET_S = 0.5
 
 
-class _Counter:
-    """Functions of the package entered while it is active."""
-
-    def __enter__(self) -> "_Counter":
-        self.functions: list[str] = []
-        sys.setprofile(self._enter)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        sys.setprofile(None)
-
-    def _enter(self, frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and "/deep_comm/" in frame.f_code.co_filename:
-            self.functions.append(frame.f_code.co_name)
-
-
 def _without_launches(body: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
     """``body(layer, (x, idx, weights))`` with a Buffer that launches nothing, of one rank that
     shares a page with itself."""
@@ -130,7 +114,7 @@ def test_a_step_enters_few_functions_and_makes_no_tensor_of_its_own(
         step = _step(layer, parts, mode)
         for name in ("empty", "zeros", "full", "arange"):
             monkeypatch.setattr(torch, name, lambda *args, name=name, **options: made.append(name))
-        with _Counter() as counter:
+        with fake_cuda.Counter() as counter:
             step()
         monkeypatch.undo()
         return counter.functions

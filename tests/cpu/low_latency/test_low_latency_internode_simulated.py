@@ -21,7 +21,7 @@ from schedules import POLICIES, run_policy, run_seeds
 
 from deep_comm import Buffer, PeerTimeout, simulate
 
-NUM_SEEDS = 320
+NUM_SEEDS = 200
 SEEDS_PER_TEST = 40
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (2, 2), (3, 2)]
 

@@ -12,7 +12,7 @@ from schedules import POLICIES, run_policy, run_seeds
 from deep_comm import PeerTimeout, simulate
 from deep_comm.settings import env
 
-NUM_SEEDS = 400
+NUM_SEEDS = 250
 SEEDS_PER_TEST = 50
 
 pytestmark = pytest.mark.usefixtures("poison")

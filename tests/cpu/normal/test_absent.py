@@ -34,7 +34,7 @@ from deep_comm.errors import (
     UnsupportedError,
 )
 
-NUM_SEEDS = 600
+NUM_SEEDS = 360
 SEEDS_PER_TEST = 60
 
 

@@ -9,7 +9,7 @@ from cases import Case
 from schedules import find_fault, run_seeds
 from test_simulated_end_to_end import small_case
 
-NUM_SEEDS = 600
+NUM_SEEDS = 360
 SEEDS_PER_TEST = 60
 NUM_FAULT_SEEDS = 60
 

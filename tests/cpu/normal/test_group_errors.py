@@ -30,27 +30,42 @@ def each_rank(change, *, num_ranks: int = 3, timeout_s: float = 20.0) -> list:
     return local.run(fn, num_ranks, timeout_s=120, return_errors=True)
 
 
+CONFIG = deep_comm.Config(2, 1, 2, 1, 2)
 CHANGES = {
     "num_experts": lambda a: a.update(num_experts=9),
     "hidden": lambda a: a.update(x=torch.ones(5, 128, dtype=torch.bfloat16)),
     "top-k": lambda a: a.update(
         topk_idx=torch.zeros(5, 2, dtype=torch.int64), topk_weights=torch.ones(5, 2)
     ),
-    "channels": lambda a: a.update(config=deep_comm.Config(4, 2, 8)),
+    "channels": lambda a: a.update(config=deep_comm.Config(4, 1, 2, 1, 2)),
+    "rail slots": lambda a: a.update(config=deep_comm.Config(2, 1, 2, 1, 4)),
     "scales": lambda a: a.update(x=(torch.ones(5, 128, dtype=torch.int8), torch.ones(5, 4))),
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_rank_that_disagrees_is_found_at_the_first_notify(what: str) -> None:
-    def change(rank: int, arguments: dict) -> None:
-        if rank == 1:
-            CHANGES[what](arguments)
+@pytest.mark.parametrize(
+    ("what", "ranks_per_node"),
+    [(what, size) for size in (None, 2) for what in CHANGES if size or what != "rail slots"],
+)
+def test_a_rank_that_disagrees_is_found_at_the_first_notify(
+    what: str, ranks_per_node: int | None
+) -> None:
+    def fn(group):
+        with deep_comm.Buffer(
+            group, 4 << 20, 4 << 20, device="cpu", timeout_s=20, ranks_per_node=ranks_per_node
+        ) as buffer:
+            good = {**tokens(5, 6), "config": CONFIG}
+            arguments = dict(good)
+            if group.rank() == 1:
+                CHANGES[what](arguments)
+            with pytest.raises(errors.ConfigMismatch) as caught:
+                buffer.dispatch(**arguments)
+            error = caught.value
+            assert len(error.values) >= 2 and error.field and not error.needs_reset
+            recv_x, *_, handle, _ = buffer.dispatch(**good)  # the Buffer stays usable
+            buffer.combine(recv_x, handle, config=CONFIG)
 
-    ended = each_rank(change)
-    for rank, error in enumerate(ended):
-        assert isinstance(error, errors.ConfigMismatch), f"rank {rank}: {error!r}"
-        assert len(error.values) >= 2 and error.field and not error.needs_reset
+    local.run(fn, 6, timeout_s=120)
 
 
 @pytest.mark.parametrize("direct_bytes", [0, 2 << 20])
@@ -105,7 +120,7 @@ def test_weights_come_ahead_of_low_latency_rows_on_all_ranks_or_on_none(
 def test_counts_of_a_caller_that_contradict_its_mask_move_nothing_else(
     change: int, direct_bytes: int, ranks_per_node: int | None
 ) -> None:
-    """The mask says where tokens go; step by step, and in native ones."""
+    """The mask says where tokens go."""
 
     def fn(group):
         with deep_comm.Buffer(

@@ -57,7 +57,7 @@ def test_generations_wrap_around_under_every_schedule(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "num_calls"), [(0, 10_000), (0x7FFFFFFF - 600, 1_200), (LAST - 600, 1_200)]
+    ("generation", "num_calls"), [(0, 3_000), (0x7FFFFFFF - 600, 1_200), (LAST - 600, 1_200)]
 )
 def test_thousands_of_calls_in_a_row(generation: int, num_calls: int) -> None:
     """Through the counter's middle and its end: comparisons of signed distances change there."""

@@ -45,10 +45,7 @@ def layer_over(group: Any, ranks_per_node: int | None, **options: Any) -> Any:
 def test_a_low_latency_call_waits_for_no_counts_whatever_way_it_goes(
     kind: str, ranks_per_node: int | None
 ) -> None:
-    """While a dispatch of normal mode awaits its counts. One rank's call goes step by step, as for
-    an argument that is no bool; those of its peers, in one native step, wait for it there, and have
-    not come to their part of the rows.
-    """
+    """While a dispatch of normal mode awaits its counts. One rank's argument is no bool."""
 
     def main(group: Any) -> None:
         x, idx, weights = tokens(group.rank(), M)
@@ -139,7 +136,7 @@ def test_decode_steps_count_among_the_calls_that_a_waiting_hook_allows(mode: str
 
 @pytest.mark.parametrize("seed", range(60))
 def test_programs_of_calls_of_every_kind(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every third one outputs are poisoned, and calls go step by step."""
+    """In every third one outputs are poisoned."""
     monkeypatch.setenv("DEEP_COMM_POISON", "1" if seed % 3 == 0 else "0")
     # How long a row on its way is depends on whether there was room for it.
     monkeypatch.setattr(roundtrip, "verify_bytes", lambda *_: None)

@@ -51,8 +51,9 @@ def test_layouts(idx_dtype: torch.dtype) -> None:
     on_normal(body)
 
 
-def test_what_is_refused_launches_nothing() -> None:
-    """And takes no memory of the region."""
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_what_is_refused_launches_nothing(num_nodes: int) -> None:
+    """And takes no memory of the region. The text names an argument that was given."""
 
     def body(buffer: Any, rank: int) -> None:
         x, idx, weights = inputs(rank)
@@ -78,8 +79,13 @@ def test_what_is_refused_launches_nothing() -> None:
             idx.repeat(1, 64), idx.to("meta"), None,
         )  # fmt: skip
         wrong_numbers = (None, 0, -1, most + 1, 1 << 70, float(E), torch.tensor(E), "6")
+        per_node = layout.get("num_tokens_per_rdma_rank")
+        of_nodes = [] if per_node is None else [
+            dict(layout, num_tokens_per_rdma_rank=wrong)
+            for wrong in (per_node.long(), per_node[:1], per_node[None])
+        ]  # fmt: skip
         refused = [
-            *(dict(x=wrong) for wrong in wrong_x),
+            *of_nodes, *(dict(x=wrong) for wrong in wrong_x),
             *(dict(topk_idx=wrong) for wrong in wrong_idx),
             *(dict(num_experts=wrong) for wrong in wrong_numbers),
             dict(topk_weights=weights.double()), dict(topk_weights=weights[:, :-1]),
@@ -93,8 +99,10 @@ def test_what_is_refused_launches_nothing() -> None:
             dict(config=deep_comm.Config(1, 1 << 20, 1 << 21)), dict(allocate_on_comm_stream=True),
         ]  # fmt: skip
         for wrong in refused:
-            with pytest.raises(deep_comm.DeepCommError):
+            with pytest.raises(deep_comm.DeepCommError) as caught:
                 dispatch(**wrong)
+            names = (*wrong, "num_nvl_bytes", "num_rdma_bytes")  # too small for a config
+            assert any(name in str(caught.value) for name in names), caught.value
             assert buffer.runtime.num_launches == launched, wrong
         for call in (
             lambda: buffer.dispatch(x, handle=handle, topk_idx=idx),
@@ -102,6 +110,7 @@ def test_what_is_refused_launches_nothing() -> None:
             lambda: buffer.dispatch(x, handle=handle, expand=True),
             lambda: buffer.dispatch(x, handle=handle, zero_padding=True),
             lambda: buffer.dispatch(x[:-1], handle=expanded),
+            lambda: buffer.dispatch(x, handle=handle, config=deep_comm.Config(6, 4, 16, 4, 16)),
             lambda: buffer.dispatch(x[:-1], handle=tuple(handle)),
             lambda: buffer.combine(rows[:-1], handle),
             lambda: buffer.combine(rows.to(torch.float64), handle),
@@ -141,7 +150,8 @@ def test_what_is_refused_launches_nothing() -> None:
             with pytest.raises(BufferDestroyed):
                 call()
 
-    on_normal(body, 1, num_direct_bytes=4 << 20)
+    sizes = dict(num_direct_bytes=4 << 20, num_rdma_bytes=4 << 20, ranks_per_node=1)
+    on_normal(body, num_nodes, **sizes)
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_worst_tokens=3 * T), dict(expand=True)])
@@ -208,6 +218,8 @@ def wrong_guess(
         assert received[3] == [most + 1 if rank == 1 else 0, 0, 0]
         assert received[4].num_recv_tokens == len(got)
         assert received[4].max_num_tokens == most
+        if rank == 1:
+            assert buffer._context.region.num_free_bytes <= free - got.nbytes
         again = parts_of(buffer.dispatch(arguments["x"], handle=received[4], **cast)[0])[0]
         require_same(again, got, "rows of a cached dispatch")
         if not cast:
@@ -250,26 +262,39 @@ def test_schedules_of_guesses_that_are_wrong(seed: int, expand: bool) -> None:
 
 @pytest.mark.parametrize("cast", [{}, *CASTS.values()], ids=["plain", *CASTS])
 def test_without_room_the_rows_take_the_rings(cast: dict[str, bool]) -> None:
-    """One rank's region is full, the others' are not."""
+    """One rank's region is full, the others' are not; then it is free again."""
 
     def body(buffer: Any, rank: int) -> None:
         arguments = {**to_rank(1, 12), **cast}
+        launched = []
+
+        def dispatch() -> Any:
+            before = buffer.runtime.num_launches
+            received = buffer.dispatch(**arguments)
+            launched.append(buffer.runtime.num_launches - before)
+            return received
+
         want = [part.clone() for part in parts_of(buffer.dispatch(**arguments)[0])]
         kept = None
         if rank == 1:
             region = buffer._context.region
             kept = region.allocate(region.num_free_bytes - 4096)
         for _ in range(2):
-            received = buffer.dispatch(**arguments)
+            received = dispatch()
             handle = received[4]
             again = buffer.dispatch(arguments["x"], handle=handle, **cast)[0]
             for got, cached, part in zip(parts_of(received[0]), parts_of(again), want, strict=True):
                 require_same(got, part, "rows")
                 require_same(cached, part, "rows of a cached dispatch")
             assert handle.num_recv_tokens_tensor.tolist() == [len(want[0])]
+            if not cast:
+                sums = buffer.combine(again, handle)[0]
+                assert torch.equal(sums, arguments["x"])
         del kept
-        for got, part in zip(parts_of(buffer.dispatch(**arguments)[0]), want, strict=True):
+        for got, part in zip(parts_of(dispatch()[0]), want, strict=True):
             require_same(got, part, "rows")
+        # The full rank had nothing to launch in hope; the third call is no attempt.
+        assert launched == ([2, 2, 2] if rank == 1 else [3, 3, 2])
 
     on_normal(body, num_direct_bytes=1 << 18)
 

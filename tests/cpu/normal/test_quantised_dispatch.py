@@ -14,7 +14,7 @@ from schedules import run_seeds
 from test_simulated_end_to_end import small_case
 
 from deep_comm import Buffer, local
-from deep_comm.errors import ArgumentError, ConfigMismatch
+from deep_comm.errors import ArgumentError, ConfigMismatch, HandleMismatch
 
 HIDDEN = [128, 256, 384, 640, 1024, 2176]
 
@@ -95,12 +95,13 @@ def test_all_ranks_must_quantise_alike() -> None:
     local.run(main, 2)
 
 
-def test_refusals() -> None:
+@pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["node", "nodes"])
+def test_refusals(ranks_per_node: int | None) -> None:
     def main(group: local.ThreadGroup) -> None:
         x = torch.ones(5, 128, dtype=torch.bfloat16)
-        given: dict[str, Any] = dict(topk_idx=torch.zeros(5, 1, dtype=torch.int64), num_experts=1)
-        with Buffer(group, 1 << 20, device="cpu") as buffer:
-            assert buffer.runtime is not None
+        given: dict[str, Any] = dict(topk_idx=torch.zeros(5, 1, dtype=torch.int64), num_experts=2)
+        with Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=ranks_per_node) as buffer:
+            handle = buffer.dispatch(x, **given, use_fp8=True)[4]
             before = buffer.runtime.num_launches
             for bad, match, options in (
                 (x, "round_scale", dict(round_scale=True)),
@@ -112,6 +113,8 @@ def test_refusals() -> None:
             ):
                 with pytest.raises(ArgumentError, match=match):
                     buffer.dispatch(bad, **given, **options)
+            with pytest.raises(HandleMismatch, match="5 tokens"):
+                buffer.dispatch(x[:4], handle=handle, use_fp8=True)
             assert buffer.runtime.num_launches == before
 
-    local.run(main, 1)
+    local.run(main, 2)

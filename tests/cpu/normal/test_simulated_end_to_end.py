@@ -1,4 +1,4 @@
-"""Dispatch and combine under a thousand seeded schedules, with weak memory and late copies.
+"""Dispatch and combine under hundreds of seeded schedules, with weak memory and late copies.
 
 Each seed has a case of its own and a scheduling policy of its own. A failure names the seed; run
 that seed alone to replay it step by step.
@@ -12,7 +12,7 @@ from cases import ROUTINGS, Case, Scales
 from roundtrip import run_case, verify
 from schedules import POLICIES, run_policy, run_seeds, simulated
 
-NUM_SEEDS = 1200
+NUM_SEEDS = 780
 SEEDS_PER_TEST = 60
 
 
