@@ -40,6 +40,9 @@ SEVERAL = direct(dataclasses.replace(FAULTY, num_sms=4, rail_chunk=2, rail_slots
         "skip_entry_barrier",  # slots and outputs are filled while the kernel before reads them
         "weaken_release",
         "early_rail_done",  # a call could return while its kernel still needs the NIC
+        "skip_exit_barrier",  # a call returns before its rows are there
+        "ignore_generation",  # words of the kernel before announce this one's rows
+        "early_generation",  # a block that begins late is of the next generation
     ],
 )
 def test_simulation_finds_the_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,11 @@ def test_simulation_finds_live_ranks_that_are_masked_for_waiting() -> None:
     assert any(what is not None and "MaskedOut" in what for what in found)
 
 
+@pytest.mark.parametrize("fault", ["skip_agreement", "skip_vote"])
+def test_simulation_finds_ranks_or_blocks_that_do_not_agree(fault: str) -> None:
+    assert any(stop(seed, (fault,)) for seed in range(120))
+
+
 def run_with_late_rows(seed: int, faults: tuple[str, ...] = ()) -> None:
     send_rows_late(seed, None, faults)
 
