@@ -9,7 +9,7 @@ import pytest
 from cases import InternodeCase
 from roundtrip import run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds, simulated
-from test_internode_simulated import FAULTY, SEEDS_PER_TEST, small_case
+from test_internode_simulated import FAULTY, SEEDS_PER_TEST, halves_of, small_case
 
 NUM_SEEDS = 320
 
@@ -62,6 +62,11 @@ def test_simulation_finds_the_fault_between_near_nodes(
 
 def test_the_same_runs_pass_without_a_fault(way: str) -> None:
     pass_without_fault(SEVERAL, run_case, verify)
+
+
+def test_rows_in_pieces_arrive(way: str) -> None:
+    """Through stages in shared memory that hold half a row."""
+    run_seeds(range(8), lambda seed: halves_of(SEVERAL, seed), run_case, verify)
 
 
 @pytest.mark.parametrize("stalled", [0, 1, 2, 3])

@@ -86,6 +86,11 @@ def test_rows_stored_into_near_nodes_are_the_same(
     run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
+def halves_of(case: InternodeCase, seed: int) -> InternodeCase:
+    """The same with rows that are too long for a stage in shared memory."""
+    return dataclasses.replace(case, hidden=512, nvl_bytes=1 << 21, direct_bytes=1 << 20, rdma_bytes=1 << 21, smem_bytes=12000, seed=seed)
+
+
 # Rings of two slots, several calls and unequal ranks give each fault a chance.
 FAULTY = InternodeCase(
     (9, 6, 12, 5), experts=4, topk=3, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,

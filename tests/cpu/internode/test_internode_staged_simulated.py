@@ -8,7 +8,7 @@ import torch
 from cases import InternodeCase
 from roundtrip import buffer_of, call_once, run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds
-from test_internode_simulated import SEEDS_PER_TEST, small_case
+from test_internode_simulated import SEEDS_PER_TEST, halves_of, small_case
 
 from deep_comm import simulate
 
@@ -79,6 +79,10 @@ def test_simulation_finds_the_fault_between_near_nodes(
 
 def test_the_same_runs_pass_without_a_fault() -> None:
     pass_without_fault(FAULTY, run_case, verify)
+
+
+def test_rows_in_pieces_return() -> None:
+    run_seeds(range(8), lambda seed: halves_of(FAULTY, seed), run_case, verify)
 
 
 @pytest.mark.parametrize("without", [0, 3])
