@@ -88,7 +88,10 @@ def test_rows_stored_into_near_nodes_are_the_same(
 
 def halves_of(case: InternodeCase, seed: int) -> InternodeCase:
     """The same with rows that are too long for a stage in shared memory."""
-    return dataclasses.replace(case, hidden=512, nvl_bytes=1 << 21, direct_bytes=1 << 20, rdma_bytes=1 << 21, smem_bytes=12000, seed=seed)
+    return dataclasses.replace(
+        case, hidden=512, nvl_bytes=1 << 21, direct_bytes=1 << 20, rdma_bytes=1 << 21,
+        smem_bytes=12000, seed=seed,
+    )  # fmt: skip
 
 
 # Rings of two slots, several calls and unequal ranks give each fault a chance.
