@@ -159,10 +159,10 @@ enum class Fault : uint32_t {
   kSkipAgreement = 1u << 15,    // each block decides by itself whose rows it places
   // without parts of their own: combine's rows of two ranks may use the same memory
   kSharedRows = 1u << 16,
-  kSkipAlive = 1u << 17,      // a rank that waits for a silent rank is silent itself
-  kPackedSources = 1u << 18,  // a low-latency source's part of a buffer depends on the shape
-  kEarlyRailDone = 1u << 19,  // blocks announce that they post nothing more, and then post
-  kAwaitAbsent = 1u << 20,    // entry waits for absent ranks
+  kSkipAlive = 1u << 17,         // a rank that waits for a silent rank is silent itself
+  kPackedSources = 1u << 18,     // a low-latency source's part of a buffer depends on the shape
+  kEarlyRailDone = 1u << 19,     // blocks announce that they post nothing more, and then post
+  kAwaitAbsent = 1u << 20,       // entry waits for absent ranks
   kIgnoreGeneration = 1u << 21,  // words of earlier kernels count as words of this one
   kEarlyGeneration = 1u << 22,   // the first block to leave, not the last, ends the generation
   kSkipExitBarrier = 1u << 23,   // direct dispatch ends before its peers are done

@@ -50,8 +50,8 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
     uint32_t value = 0;
     if (arch::thread_idx() == 0) {
       // Block 0 may be about to give up several ranks, all at the same deadline.
-      ok = await_tagged_alone(context, word,
-                              {Stage::kParticipants, Word::kMask, context.world.rank, 0}, &value, 4);
+      ok = await_tagged_alone(
+          context, word, {Stage::kParticipants, Word::kMask, context.world.rank, 0}, &value, 4);
       memory.header->participants = value;
     }
     ok = block_agrees(ok);

@@ -92,9 +92,7 @@ def come_late(seed: int, faults: tuple[str, ...] = ()) -> list:
             group.barrier()
         return masks_of(buffer)
 
-    return list(
-        simulate.run(main, 3, seed, on_stuck="clock", return_errors=True, faults=faults)
-    )
+    return list(simulate.run(main, 3, seed, on_stuck="clock", return_errors=True, faults=faults))
 
 
 def test_a_vote_tells_a_rank_that_it_is_out() -> None:
