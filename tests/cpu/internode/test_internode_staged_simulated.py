@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import InternodeCase
 from roundtrip import buffer_of, call_once, run_case, verify
-from schedules import find_fault, pass_without_fault, run_seeds, simulated
+from schedules import find_fault, pass_without_fault, run_seeds
 from test_internode_simulated import SEEDS_PER_TEST, halves_of, small_case
 
 from deep_comm import simulate
@@ -93,8 +93,9 @@ def test_rows_in_pieces_return() -> None:
 def test_chunks_that_several_blocks_fill_are_stored_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
     case = dataclasses.replace(NEAR, rail_chunk=4, rail_slots=8, rdma_bytes=1 << 15)
-    for seed in found_seeds.CHUNKS:
-        verify(case, simulated(dataclasses.replace(case, seed=seed), run_case, seed))
+    run_seeds(
+        found_seeds.CHUNKS, lambda seed: dataclasses.replace(case, seed=seed), run_case, verify
+    )
 
 
 @pytest.mark.parametrize("without", [0, 3])
