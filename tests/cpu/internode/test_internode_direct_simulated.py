@@ -69,6 +69,10 @@ def test_rows_in_pieces_arrive(way: str) -> None:
     run_seeds(range(3), lambda seed: halves_of(SEVERAL, seed), run_case, verify)
 
 
+def test_simulation_finds_a_stage_that_is_loaded_while_it_is_read(way: str) -> None:
+    find_fault("skip_bulk_wait_read", halves_of(SEVERAL, 0), run_case, verify)
+
+
 @pytest.mark.parametrize("stalled", [0, 1, 2, 3])
 def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int, way: str) -> None:
     for seed in range(3):
