@@ -22,7 +22,9 @@ inline constexpr FaultName kFaultNames[] = {
     {"skip_vote", 1u << 14},          {"skip_agreement", 1u << 15},
     {"shared_rows", 1u << 16},        {"skip_alive", 1u << 17},
     {"packed_sources", 1u << 18},     {"early_rail_done", 1u << 19},
-    {"await_absent", 1u << 20},
+    {"await_absent", 1u << 20},       {"ignore_generation", 1u << 21},
+    {"early_generation", 1u << 22},   {"skip_exit_barrier", 1u << 23},
+    {"early_credit", 1u << 24},
 };
 
 }  // namespace deep_comm::simt

@@ -16,7 +16,6 @@ enum class Publish : int64_t {
   kRelaxedAdd,
   kAcqRelAddGpu,
   kAcqRelAddSys,
-  kCas,
 };
 
 void publish(uint64_t* flag, Publish how) {
@@ -49,9 +48,6 @@ void publish(uint64_t* flag, Publish how) {
       break;
     case Publish::kAcqRelAddSys:
       atomic_add_acq_rel_sys(flag, uint64_t{1});
-      break;
-    case Publish::kCas:
-      atomic_cas_acq_rel_sys(flag, uint64_t{0}, uint64_t{1});
       break;
   }
 }
@@ -469,14 +465,14 @@ void atomics(const Args& args) {
   atomic_add_acq_rel_gpu(reinterpret_cast<uint32_t*>(memory + 1), 2u);
   atomic_add_relaxed_cta(reinterpret_cast<int32_t*>(memory + 2), -1);
   atomic_or_relaxed_gpu(reinterpret_cast<uint32_t*>(memory + 3), 1u << lane_idx());
-  for (uint64_t seen = ld_relaxed_sys(memory + 4);;) {
-    const uint64_t old = atomic_cas_acq_rel_sys(memory + 4, seen, seen + 3);
+  for (uint64_t seen = ld_relaxed_gpu(memory + 4);;) {
+    const uint64_t old = atomic_cas_relaxed_gpu(memory + 4, seen, seen + 3);
     if (old == seen) break;
     seen = old;
   }
   auto* small = reinterpret_cast<uint32_t*>(memory + 5);
   for (uint32_t seen = 0;;) {
-    const uint32_t old = atomic_cas_acq_rel_gpu(small, seen, seen + 1);
+    const uint32_t old = atomic_cas_relaxed_cta(small, seen, seen + 1);
     if (old == seen) break;
     seen = old;
   }

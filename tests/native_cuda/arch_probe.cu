@@ -50,12 +50,14 @@ PROBE_SCOPES(sys)
   PROBE_ADD(atomic_add_relaxed_##scope, u64, uint64_t) \
   PROBE_ADD(atomic_add_acq_rel_##scope, s32, int32_t)  \
   PROBE_ADD(atomic_add_acq_rel_##scope, u32, uint32_t) \
-  PROBE_ADD(atomic_add_acq_rel_##scope, u64, uint64_t) \
-  PROBE_CAS(atomic_cas_acq_rel_##scope, b32, uint32_t) \
-  PROBE_CAS(atomic_cas_acq_rel_##scope, b64, uint64_t)
+  PROBE_ADD(atomic_add_acq_rel_##scope, u64, uint64_t)
 PROBE_ATOMICS(cta)
 PROBE_ATOMICS(gpu)
 PROBE_ATOMICS(sys)
+PROBE_CAS(atomic_cas_relaxed_cta, b32, uint32_t)
+PROBE_CAS(atomic_cas_relaxed_cta, b64, uint64_t)
+PROBE_CAS(atomic_cas_relaxed_gpu, b32, uint32_t)
+PROBE_CAS(atomic_cas_relaxed_gpu, b64, uint64_t)
 
 PROBE(atomic_increment_relaxed_gpu, uint32_t* word, uint32_t* out) {
   arch::st_weak(out, arch::atomic_increment_relaxed_gpu(word));

@@ -4,7 +4,7 @@ own; and faults that some schedule must bring to light.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ def on_threads(case: Any, run_case: RunCase, seed: int) -> list[Any]:
 
 
 def run_seeds(
-    seeds: range,
+    seeds: Iterable[int],
     case_of: Callable[[int], Any],
     run_case: RunCase,
     verify: Verify,

@@ -17,12 +17,10 @@ OPERATIONS = {
     **{f"ld_acquire_{scope}": ACCESS for scope in ("gpu", "sys")},
     **{f"st_release_{scope}": ACCESS for scope in ("gpu", "sys")},
     **{f"atomic_add_acq_rel_{scope}": ACCESS for scope in ("gpu", "sys")},
-    **{f"atomic_cas_acq_rel_{scope}": ACCESS for scope in ("gpu", "sys")},
     **{f"fence_acq_rel_{scope}": ACCESS for scope in ("gpu", "sys")},
     "ld_acquire_cta": LEFT_OUT,
     "st_release_cta": LEFT_OUT,
     "atomic_add_acq_rel_cta": LEFT_OUT,
-    "atomic_cas_acq_rel_cta": LEFT_OUT,
     "fence_acq_rel_cta": LEFT_OUT,
     "fence_proxy_async": LEFT_OUT,
     "fence_proxy_async_shared": LEFT_OUT,
@@ -34,6 +32,30 @@ OPERATIONS = {
     "bulk_wait": LEFT_OUT,
     "bulk_wait_read": LEFT_OUT,
 }
+
+# The simulated suites, from tests/ on, by the folder of csrc/device whose kernels they run.
+SUITES = {
+    "intranode": (
+        "cpu/normal/test_simulated_end_to_end.py",
+        "cpu/normal/test_expand_simulated.py",
+        "cpu/normal/test_absent.py",
+        "cpu/simt/test_negative_controls.py",
+    ),
+    "low_latency": (
+        "cpu/low_latency/test_low_latency_simulated.py",
+        "cpu/low_latency/test_low_latency_internode_simulated.py",
+        "cpu/low_latency/test_low_latency_masks.py",
+        "cpu/low_latency/test_low_latency_internode_masks.py",
+    ),
+    "internode": (
+        "cpu/internode/test_internode_simulated.py",
+        "cpu/internode/test_internode_direct_simulated.py",
+        "cpu/internode/test_internode_staged_simulated.py",
+        "cpu/internode/test_expand_internode_simulated.py",
+        "cpu/internode/test_internode_errors.py",
+    ),
+}
+OF_ALL = "cpu/normal/test_mixed_calls.py"
 
 CALL = re.compile(r"\barch::(?P<op>[a-z_]+)(?:<[^>\n]*>)?\(")
 # // order-proof: the proof, which may go on in the next lines of the comment
@@ -97,3 +119,12 @@ def all_sites(root: Path) -> list[OrderedSite]:
         if source.relative_to(root / FOLDER).parts[0] not in EXCLUDED:
             sites += sites_of(root, source)
     return sites
+
+
+def suites_for(sites: list[OrderedSite]) -> list[str]:
+    """Those that can reach the sites."""
+    folders = {site.file.split("/")[1] for site in sites}
+    chosen = [suite for name in SUITES if name in folders for suite in SUITES[name]]
+    if not folders <= SUITES.keys():
+        chosen = [suite for suites in SUITES.values() for suite in suites]
+    return [OF_ALL, *chosen]

@@ -24,7 +24,7 @@
 //        sys also takes Vec16: four words of 4 bytes, each relaxed, each arriving separately
 //   T    ld_acquire_{cta,gpu,sys}(const T*),  void st_release_{cta,gpu,sys}(T*, T)
 //   T    atomic_add_{relaxed,acq_rel}_{cta,gpu,sys}(T*, T)  -> old value   (int32, uint32, uint64)
-//   T    atomic_cas_acq_rel_{cta,gpu,sys}(T*, T expected, T desired) -> old  (uint32, uint64)
+//   T    atomic_cas_relaxed_{cta,gpu}(T*, T expected, T desired) -> old  (uint32, uint64)
 //   T    atomic_increment_relaxed_gpu(T*) -> old; no lane waits for it             (uint32)
 //   T    atomic_or_relaxed_gpu(T*, T) -> old                                 (uint32)
 //   void fence_acq_rel_{cta,gpu,sys}()
@@ -159,10 +159,14 @@ enum class Fault : uint32_t {
   kSkipAgreement = 1u << 15,    // each block decides by itself whose rows it places
   // without parts of their own: combine's rows of two ranks may use the same memory
   kSharedRows = 1u << 16,
-  kSkipAlive = 1u << 17,      // a rank that waits for a silent rank is silent itself
-  kPackedSources = 1u << 18,  // a low-latency source's part of a buffer depends on the shape
-  kEarlyRailDone = 1u << 19,  // blocks announce that they post nothing more, and then post
-  kAwaitAbsent = 1u << 20,    // entry waits for absent ranks
+  kSkipAlive = 1u << 17,         // a rank that waits for a silent rank is silent itself
+  kPackedSources = 1u << 18,     // a low-latency source's part of a buffer depends on the shape
+  kEarlyRailDone = 1u << 19,     // blocks announce that they post nothing more, and then post
+  kAwaitAbsent = 1u << 20,       // entry waits for absent ranks
+  kIgnoreGeneration = 1u << 21,  // words of earlier kernels count as words of this one
+  kEarlyGeneration = 1u << 22,   // the first block to leave, not the last, ends the generation
+  kSkipExitBarrier = 1u << 23,   // direct dispatch ends before its peers are done
+  kEarlyCredit = 1u << 24,       // receivers inside a node free slots that they have not read
 };
 
 }  // namespace deep_comm

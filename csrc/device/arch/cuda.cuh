@@ -219,9 +219,8 @@ DC_DEFINE_ATOMIC_ADD(atomic_add_relaxed_sys, "atom.relaxed.sys.global")
 DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_cta, "atom.acq_rel.cta")
 DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_gpu, "atom.acq_rel.gpu.global")
 DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_sys, "atom.acq_rel.sys.global")
-DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_cta, "atom.acq_rel.cta")
-DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_gpu, "atom.acq_rel.gpu.global")
-DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_sys, "atom.acq_rel.sys.global")
+DC_DEFINE_ATOMIC_CAS(atomic_cas_relaxed_cta, "atom.relaxed.cta")
+DC_DEFINE_ATOMIC_CAS(atomic_cas_relaxed_gpu, "atom.relaxed.gpu.global")
 
 // Not an addition of 1: ptxas merges such additions of a warp into one, and the warp then waits for
 // its result.

@@ -36,6 +36,10 @@ static_assert(simt::kFaultNames[17].bit == static_cast<uint32_t>(Fault::kSkipAli
 static_assert(simt::kFaultNames[18].bit == static_cast<uint32_t>(Fault::kPackedSources));
 static_assert(simt::kFaultNames[19].bit == static_cast<uint32_t>(Fault::kEarlyRailDone));
 static_assert(simt::kFaultNames[20].bit == static_cast<uint32_t>(Fault::kAwaitAbsent));
+static_assert(simt::kFaultNames[21].bit == static_cast<uint32_t>(Fault::kIgnoreGeneration));
+static_assert(simt::kFaultNames[22].bit == static_cast<uint32_t>(Fault::kEarlyGeneration));
+static_assert(simt::kFaultNames[23].bit == static_cast<uint32_t>(Fault::kSkipExitBarrier));
+static_assert(simt::kFaultNames[24].bit == static_cast<uint32_t>(Fault::kEarlyCredit));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;
@@ -205,9 +209,9 @@ inline T atomic_add(T* address, T value, Scope scope, Site site) {
 
 template <class T>
 inline T atomic_cas(T* address, T expected, T desired, Scope scope, Site site) {
-  return atomic(address, AtomicOrder::kAcqRel, scope, site, [expected, desired](T* word) {
+  return atomic(address, AtomicOrder::kRelaxed, scope, site, [expected, desired](T* word) {
     T old = expected;
-    __atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    __atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return old;
   });
 }
@@ -372,22 +376,16 @@ inline T atomic_add_acq_rel_sys(T* address, T value, simt::CallSite site = simt:
 }
 
 template <class T>
-inline T atomic_cas_acq_rel_cta(T* address, T expected, T desired,
+inline T atomic_cas_relaxed_cta(T* address, T expected, T desired,
                                 simt::CallSite site = simt::CallSite::here()) {
   return detail::atomic_cas(address, expected, desired, detail::Scope::kCta,
-                            {"atomic_cas_acq_rel_cta", site});
+                            {"atomic_cas_relaxed_cta", site});
 }
 template <class T>
-inline T atomic_cas_acq_rel_gpu(T* address, T expected, T desired,
+inline T atomic_cas_relaxed_gpu(T* address, T expected, T desired,
                                 simt::CallSite site = simt::CallSite::here()) {
   return detail::atomic_cas(address, expected, desired, detail::Scope::kGpu,
-                            {"atomic_cas_acq_rel_gpu", site});
-}
-template <class T>
-inline T atomic_cas_acq_rel_sys(T* address, T expected, T desired,
-                                simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_cas(address, expected, desired, detail::Scope::kSys,
-                            {"atomic_cas_acq_rel_sys", site});
+                            {"atomic_cas_relaxed_gpu", site});
 }
 
 inline uint32_t atomic_increment_relaxed_gpu(uint32_t* address,

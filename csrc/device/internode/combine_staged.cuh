@@ -95,6 +95,8 @@ class StagedPublisher {
     if (!arch::any(kFullMask, is_complete)) return;
     // pairs with: the fence in run, in the blocks that counted before — the chunk's sums. After it
     // their word may be stored, and the NIC may read them.
+    // order-proof (narrow): the fence in run, of scope sys, comes before. The simulation takes a
+    // narrower one behind it for as wide.
     if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
     const int node = item / kMaxRailChunks, chunk = item % kMaxRailChunks;
     const uint32_t num_bytes = static_cast<uint32_t>(num_rows) * args_.message.slot_bytes();

@@ -92,7 +92,10 @@ DC_DEVICE void internode_count(const InternodeCountArgs& args) {
          channel += arch::num_warps()) {
       place_channel(args, channel, target, counts[channel]);
     }
-    arch::sync_block();  // the counts may be overwritten
+    // A warp overwrites the counts that its own lanes have read.
+    // order-proof: plain shared memory, of which the simulation sees the execution alone. The votes
+    // order that, too.
+    arch::sync_warp();
   }
 }
 

@@ -119,6 +119,8 @@ DC_DEVICE void internode_layout(const InternodeLayoutArgs& args) {
   arch::sync_block();  // the block's additions before the ticket that releases them
   if (arch::thread_idx() == 0) {
     // pairs with: itself in the last block — counters and is_token_in_rank of all blocks
+    // order-proof: the simulation has one time for all that a rank has put into memory, and the
+    // ticket is the newest of it. Only later launches read is_token_in_rank.
     *ticket = arch::atomic_add_acq_rel_gpu(&args.world.state()->layout_ticket, 1u);
     if (*ticket + 1 == static_cast<uint32_t>(arch::num_blocks())) {
       arch::st_relaxed_gpu(&args.world.state()->layout_ticket, 0u);

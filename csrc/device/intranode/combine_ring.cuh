@@ -146,7 +146,7 @@ DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, C
       const int warp = (token - range.begin) % num_warps;
       const uint32_t wanted = (token - range.begin) / num_warps + 1;
       uint32_t num_done = 0;
-      if (lane == 0) {
+      if (lane == 0 && !arch::fault(Fault::kEarlyCredit)) {
         ok = await<Scope::kCta>(
             context, &entry->num_done[warp],
             {Stage::kRetire, Word::kProgress, args.world.rank, channel}, wanted,

@@ -205,6 +205,8 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
     if (arch::lane_idx() == 0) ok = ring.await_filled(row_idx);
     arch::sync_warp();  // hands the leader's acquire to all lanes
     if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return num_reported;
+    if (arch::fault(Fault::kEarlyCredit) && arch::lane_idx() == 0)
+      progress.report(word, row_idx + 1);
     const int64_t ordinal = first_row + row_idx;
     int64_t row = ordinal;
     const uint8_t* slot = ring.slot(row_idx);

@@ -126,7 +126,7 @@ struct LaunchState {
   }
 };
 
-// Sets memory->active.
+// Sets memory->active, and with masks that no rank is absent.
 DC_DEVICE void find_active(const Context& context, BlockMemory* memory) {
   const World& world = context.world;
   memory->active = (1u << world.num_ranks) - 1;
@@ -137,6 +137,7 @@ DC_DEVICE void find_active(const Context& context, BlockMemory* memory) {
     const bool is_active = is_there && (peer == world.rank || !is_masked(world, peer));
     const uint32_t active = arch::ballot(kFullMask, is_active);
     if (peer == 0) memory->header->active = active;
+    if (is_there) memory->header->is_absent[peer] = 0;
   }
   arch::sync_block();
   memory->active = memory->header->active;
@@ -154,10 +155,12 @@ DC_DEVICE void return_credit(const Context& context, const LowLatencyBuffer& buf
   const int num_ranks = context.world.num_ranks, lane = arch::lane_idx();
   if (lane < 2 * num_ranks) {
     const int buffer_idx = lane < num_ranks ? 0 : 1, peer = lane - buffer_idx * num_ranks;
+    const uint32_t received =
+        arch::fault(Fault::kEarlyCredit) ? context.generation : launch.received;
     // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended:
     // no release needed
     arch::st_relaxed_sys(buffer.consumed(peer, buffer_idx, context.world.rank),
-                         Tagged::pack(launch.received, 0));
+                         Tagged::pack(received, 0));
   }
   arch::sync_warp();  // all lanes have loaded it
   // Only later launches read this.

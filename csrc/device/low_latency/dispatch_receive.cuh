@@ -44,20 +44,20 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
   const uint32_t active = memory.active;
   uint64_t* word = &buffer.state()->participants;
   bool ok = true;
+  *participants = active;
+  if (arch::fault(Fault::kSkipAgreement)) return true;
   if (arch::block_idx() != 0) {
     uint32_t value = 0;
     if (arch::thread_idx() == 0) {
       // Block 0 may be about to give up several ranks, all at the same deadline.
-      ok = await_tagged(context, word, {Stage::kParticipants, Word::kMask, context.world.rank, 0},
-                        0, &value, 4);
+      ok = await_tagged_alone(
+          context, word, {Stage::kParticipants, Word::kMask, context.world.rank, 0}, &value, 4);
       memory.header->participants = value;
     }
     ok = block_agrees(ok);
     *participants = memory.header->participants;
     return ok;
   }
-  if (arch::thread_idx() < kMaxRanks) memory.header->is_absent[arch::thread_idx()] = 0;
-  arch::sync_block();
   if (arch::warp_idx() == 0) {
     ok = await_announcements(context, buffer, memory, active, args.signature, args.out.wait_stats);
     const int source = arch::lane_idx();
@@ -72,9 +72,9 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
     if (memory.header->is_absent[source] == 0) present |= 1u << source;
   }
   *participants = present & active;
-  // pairs with: the await above — the announcements and counts that this block has seen
+  // pairs with: the await above — nothing but the word itself
   if (arch::thread_idx() == 0)
-    arch::st_release_gpu(word, Tagged::pack(context.generation, *participants));
+    arch::st_relaxed_gpu(word, Tagged::pack(context.generation, *participants));
   return true;
 }
 
@@ -219,6 +219,10 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   const bool is_writing = arch::block_idx() == 0;
   const int num_columns = args.out.is_compact && !is_writing ? 1 : 1 + num_local;
   uint32_t sources = memory.active;
+  // What the participants announced has come, even if this block does not see it yet: it gives none
+  // of them up now.
+  Context sure = context;
+  sure.can_shrink = sure.can_shrink && arch::fault(Fault::kSkipAgreement);
   if (context.can_shrink) {
     uint32_t participants = 0;
     if (!agree_on_sources(context, args, buffer, memory, num_local, &participants)) return;
@@ -232,7 +236,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   if (warp == (kRoutesEarly ? num_warps / 3 : 0)) {
     int64_t* wait_stats =
         context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has measured
-    ok = await_announcements(context, buffer, memory, sources, args.signature, wait_stats);
+    ok = await_announcements(sure, buffer, memory, sources, args.signature, wait_stats);
     // Not after a failure: the host then waits for the error record.
     const bool has_failed = arch::any(kFullMask, !ok);
     // The numbers of tokens.
@@ -243,7 +247,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
       report_num_tokens(args, memory.header->num_tokens, world.num_ranks);
     }
   }
-  ok = await_counts(context, args, buffer, memory, sources, num_local, num_columns) && ok;
+  ok = await_counts(sure, args, buffer, memory, sources, num_local, num_columns) && ok;
   if constexpr (kRoutesEarly)
     ok = looks.await_route(context, args, buffer, memory, num_forecast) && ok;
   if (!block_agrees(ok)) return;

@@ -149,7 +149,9 @@ DC_DEVICE void stage_row(const LowLatencyDispatchArgs& args, const LowLatencySha
     loaded.encode(args.round_scale, args.global_scale);
     if (has_piece) loaded.put(memory.stage, args.shape.row_bytes, piece);
   }
-  arch::fence_proxy_async_shared();  // before the bulk copies that read them
+  // Before the bulk copies that read them.
+  // order-proof: plain shared memory, which the simulation's bulk copies always see
+  arch::fence_proxy_async_shared();
 }
 
 // One lane copies the stage to a peer, while other lanes copy it to others. The kernel waits for
@@ -304,9 +306,8 @@ DC_DEVICE void count_and_send(const Context& context, const LowLatencyDispatchAr
     arch::sync_block();
     if (round == kTokensBefore) return;
     send_counts(context, args, buffer, memory);
-    arch::sync_block();
     note_in_block(context, TraceStep::kCounted);
-    zero_counters(args, memory);
+    zero_counters(args, memory);  // each thread those that it has sent
     arch::sync_block();
     has_first_batch = num_loaded == args.num_tokens;
   }

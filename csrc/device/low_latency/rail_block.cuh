@@ -136,6 +136,7 @@ DC_DEVICE uint32_t begin_block(const RailContext& context, const LowLatencyRailB
   if (context.can_shrink && arch::warp_idx() == 0) {
     make_set(memory.active, buffer.group.num_ranks,
              [&](int rank) { return rank == buffer.group.rank || !is_masked(context, rank); });
+    if (arch::lane_idx() == 0) copy_set(memory.sources, memory.active, buffer.group.num_ranks);
   }
   for (int rank = arch::thread_idx(); rank < buffer.group.num_ranks; rank += arch::num_threads())
     memory.reached[rank] = reached_segment(buffer.world, buffer.group, rank);
@@ -152,7 +153,9 @@ DC_DEVICE void return_credit(const RailContext& context, const LowLatencyRailBuf
   for (int buffer_idx = 0; buffer_idx < 2; ++buffer_idx) {
     uint32_t* credited = &buffer.rail_state()->credited[kind][buffer_idx];
     const uint32_t received =
-        arch::ld_relaxed_gpu(&buffer.rail_state()->received[kind][buffer_idx]);
+        arch::fault(Fault::kEarlyRailCredit)
+            ? context.generation
+            : arch::ld_relaxed_gpu(&buffer.rail_state()->received[kind][buffer_idx]);
     const bool is_new = arch::ld_relaxed_gpu(credited) != received;
     arch::sync_warp();  // all lanes have read what one lane will write
     if (!is_new) continue;
@@ -176,11 +179,11 @@ DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailB
   const int kind = static_cast<int>(buffer.kind);
   LowLatencyRailState* state = buffer.rail_state();
   if (arch::block_idx() == 0) return_credit(context, buffer, memory);
-  arch::sync_warp();
   if (arch::lane_idx() != 0) return;
   const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
   uint32_t* num_entered = &state->num_entered_blocks[kind][static_cast<int>(phase)];
   // acq_rel, pairs with itself: all blocks have read the state before the last one changes it
+  // order-proof: orders reads alone, which the simulation never performs late
   if (arch::atomic_add_acq_rel_gpu(num_entered, 1u) + 1 !=
       static_cast<uint32_t>(arch::num_blocks()))
     return;
@@ -220,7 +223,7 @@ DC_DEVICE uint64_t announcement(const Context& context, uint32_t signature, int 
 }
 
 // One warp: waits until all sources have begun the same operation, and writes their numbers of
-// tokens, by source, to num_tokens. With masks only for the set `sources`; other ranks, and those
+// tokens, by source, to num_tokens. Only for the set `sources` (null: all); other ranks, and those
 // that are given up meanwhile, have no tokens. Block 0 measures the time for the statistics.
 DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyRailBuffer& buffer,
                                    const uint32_t* sources, uint32_t signature, int64_t* wait_stats,
@@ -228,7 +231,7 @@ DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyR
   bool ok = true;
   for (int source = arch::lane_idx(); source < buffer.group.num_ranks && ok; source += kWarpSize) {
     num_tokens[source] = 0;
-    if (context.can_shrink && !is_in_set(sources, source)) continue;
+    if (sources != nullptr && !is_in_set(sources, source)) continue;
     const bool is_timed = wait_stats != nullptr && arch::block_idx() == 0;
     const uint64_t start_ns = is_timed ? arch::globaltimer_ns() : 0;
     uint32_t value = 0;
@@ -259,7 +262,8 @@ DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyR
 
 // ---- tasks: received rows, distributed over the blocks one by one -------------------------------
 
-// One warp: numbers the rows of all sources, num_rows(source) of each.
+// One warp: numbers the rows of all sources, num_rows(source) of each. A barrier of the block
+// follows.
 template <class NumRows>
 DC_DEVICE void number_tasks(const LowLatencyGroup& group, int32_t* first_task, NumRows num_rows) {
   int total = 0;
@@ -275,7 +279,6 @@ DC_DEVICE void number_tasks(const LowLatencyGroup& group, int32_t* first_task, N
     total += arch::shfl(kFullMask, end, kWarpSize - 1);
   }
   if (arch::lane_idx() == 0) first_task[group.num_ranks] = total;
-  arch::sync_warp();
 }
 
 struct BlockTasks {

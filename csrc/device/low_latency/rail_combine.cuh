@@ -413,8 +413,8 @@ DC_DEVICE void combine_receive(const RailContext& context, const LowLatencyRailC
   // Rows need no announcement. It is enough if one block finds a rank that runs another operation,
   // or none.
   if (arch::block_idx() == 0 && warp == num_warps - 1) {
-    ok = await_announcements(context, buffer, memory.active, args.signature, args.wait_stats,
-                             memory.num_tokens);
+    ok = await_announcements(context, buffer, context.can_shrink ? memory.active : nullptr,
+                             args.signature, args.wait_stats, memory.num_tokens);
   }
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
@@ -439,7 +439,6 @@ DC_DEVICE void low_latency_rail_combine(const LowLatencyRailCombineArgs& args) {
   begin_operation(context, buffer, memory, args.phases);
   bool ok = true;
   if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, buffer, memory, previous);
-  arch::sync_block();
   if (args.phases.receive && ok) combine_receive<kRows, kLogFmt>(context, args, buffer, memory);
 }
 

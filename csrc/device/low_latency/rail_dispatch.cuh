@@ -48,7 +48,6 @@ DC_DEVICE void low_latency_rail_dispatch(const LowLatencyRailDispatchArgs& args)
   begin_operation(context, buffer, memory, args.phases);
   bool ok = true;
   if (args.phases.send) ok = dispatch_send<kFormat>(context, args, buffer, memory, previous);
-  arch::sync_block();  // the counters are free
   if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, buffer, memory);
 }
 

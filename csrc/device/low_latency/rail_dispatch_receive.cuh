@@ -15,9 +15,8 @@
 namespace deep_comm {
 
 // Fills the first num_columns of counters[source, 0]: rows of this rank from source, and [source, 1
-// + e]: of local expert e; and num_forwarded. With masks a source that is not in the set `sources`
-// has none. `present`, only for block 0, may be the same set: sources that are given up are removed
-// from it.
+// + e]: of local expert e; and num_forwarded. A source that is not in the set `sources` has none;
+// null: all ranks. Sources that are given up are removed from the set `present`, unless null.
 DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailBuffer& buffer,
                             const RailBlockMemory& memory, const uint32_t* sources,
                             uint32_t* present, int num_local, int num_columns) {
@@ -29,7 +28,7 @@ DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailBuff
        idx < buffer.group.num_ranks * num_words && ok; idx += arch::num_threads()) {
     const int source = idx / num_words, word = Words::kNumRows + idx % num_words;
     uint32_t count = 0;
-    if (!context.can_shrink || is_in_set(sources, source)) {
+    if (sources == nullptr || is_in_set(sources, source)) {
       ok = await_tagged_alone(context, buffer.own<uint64_t>(buffer.counts(source)) + word,
                               {Stage::kCounts, Word::kTokenCount, source, -1}, &count);
       if (!ok && is_given_up(context, source)) {
@@ -57,23 +56,13 @@ DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDi
   const int num_words = num_set_words(num_ranks);
   uint64_t* words = buffer.own<uint64_t>(buffer.words.participants);
   bool ok = true;
-  if (warp == 0) {
-    for (int word = lane; word < num_words; word += kWarpSize)
-      memory.sources[word] = memory.active[word];
-  }
-  arch::sync_block();
   if (arch::fault(Fault::kSkipAgreement)) return memory.agrees(true);
   if (arch::block_idx() != 0) {
     for (int word = lane; warp == 0 && word < num_words && ok; word += kWarpSize) {
-      const uint32_t generation = context.generation;
-      uint64_t raw = 0;
       // Block 0 may be about to give up several ranks, one after another by lane.
-      ok = await<Scope::kSys>(
-          context, words + word, {Stage::kParticipants, Word::kMask, buffer.group.rank, 0},
-          Tagged::pack(generation, 0),
-          [=](uint64_t seen) { return Tagged::unpack(seen).generation == generation; }, &raw,
-          1 + num_words);
-      memory.sources[word] = Tagged::unpack(raw).value;
+      ok = await_tagged_alone(context, words + word,
+                              {Stage::kParticipants, Word::kMask, buffer.group.rank, 0},
+                              &memory.sources[word], 1 + num_words);
     }
     return memory.agrees(ok);
   }
@@ -91,8 +80,8 @@ DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDi
   if (!memory.agrees(ok)) return false;
   if (warp == 0) {
     for (int word = lane; word < num_words; word += kWarpSize) {
-      // pairs with: the await above — the announcements and counts that this block has seen
-      arch::st_release_gpu(words + word, Tagged::pack(context.generation, memory.sources[word]));
+      // pairs with: the await above — nothing but the word itself
+      arch::st_relaxed_gpu(words + word, Tagged::pack(context.generation, memory.sources[word]));
     }
   }
   return true;
@@ -191,10 +180,10 @@ struct TakenRoutes {
 };
 
 // One warp: forwards the routes of a direct message to the ranks of this node that need it. Their
-// slots are noted in shared memory, because the row follows.
-DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailBuffer& buffer,
-                             const RailBlockMemory& memory, const TakenRoutes& taken,
-                             const TokenRanks& ranks, const LowLatencySlot& slot, int source) {
+// slots are noted in shared memory, because the row follows. Returns how many they are.
+DC_DEVICE int find_forwards(const LowLatencyGroup& group, const LowLatencyRailBuffer& buffer,
+                            const RailBlockMemory& memory, const TakenRoutes& taken,
+                            const TokenRanks& ranks, const LowLatencySlot& slot, int source) {
   const int warp = arch::warp_idx();
   int num_forwards = 0;
   DC_UNROLL
@@ -211,12 +200,12 @@ DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailB
     num_forwards += arch::popc(forwards);
   }
   arch::sync_warp();
-  if (arch::lane_idx() == 0) memory.num_forwards[warp] = num_forwards;
   for (int number = 0; number < num_forwards; ++number) {
     const int32_t to = memory.forwards[warp * kMaxRanks + number];
     taken.forward(slot, buffer.near<uint8_t>(group.first_near + (to >> 16),
                                              buffer.slot(source, to & 0xffff)));
   }
+  return num_forwards;
 }
 
 // One warp: a counted row whose message never arrives gets no output rows and no answer.
@@ -257,9 +246,8 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
     const int expert = Route::unpack(taken.routes[part]).local_expert;
     return expert < 0 ? -1 : map.rank_of(expert);
   });
-  memory.num_forwards[warp] = 0;
-  arch::sync_warp();
-  if (is_direct) find_forwards(group, buffer, memory, taken, ranks, layout, source);
+  const int num_forwards =
+      is_direct ? find_forwards(group, buffer, memory, taken, ranks, layout, source) : 0;
   const int token = static_cast<int>(arch::shfl(kFullMask, taken.token, 0)) - 1,
             order = ranks.before(group.rank);
   int num_rows = 0;
@@ -315,6 +303,7 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
     arch::st_weak(out.src_info + compact_row, token);
   }
   memory.num_rows[warp] = num_rows;
+  memory.num_forwards[warp] = num_forwards;
   return true;
 }
 
@@ -449,16 +438,21 @@ DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRail
   const int num_columns = args.out.is_compact && arch::block_idx() != 0 ? 1 : 1 + num_local;
   bool ok = true;
   int64_t* wait_stats = args.out.wait_stats;
+  const uint32_t* sources = nullptr;
+  // What the participants announced has come, even if this block does not see it yet: it gives none
+  // of them up now.
+  RailContext sure = context;
+  sure.can_shrink = sure.can_shrink && arch::fault(Fault::kSkipAgreement);
   if (context.can_shrink) {
     if (!agree_on_sources(context, args, buffer, memory, num_local)) return;
     ++memory.num_agreements;  // agree_on_sources has used one barrier more
     wait_stats = nullptr;     // agree_on_sources has measured
+    sources = memory.sources;
   }
   if (warp == 0) {
-    ok = await_announcements(context, buffer, memory.sources, args.signature, wait_stats,
-                             memory.num_tokens);
+    ok = await_announcements(sure, buffer, sources, args.signature, wait_stats, memory.num_tokens);
   }
-  ok = await_counts(context, buffer, memory, memory.sources, nullptr, num_local, num_columns) && ok;
+  ok = await_counts(sure, buffer, memory, sources, nullptr, num_local, num_columns) && ok;
   if (!memory.agrees(ok)) return;
   int32_t* first_forwarded = memory.first_task + group.num_ranks + 1;
   if (warp == 0) {

@@ -262,8 +262,8 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
       if (warp == 0) stage_routes(context, args, buffer, memory, token);
       stage_row<kFormat>(args, buffer, token, first);
       arch::sync_block();
+      // The next token's destinations are noted behind a barrier.
       send_message(args, buffer, memory, token);
-      arch::sync_block();  // all threads have read the destinations
     }
   }
   if (arch::block_idx() != last_block) return true;

@@ -10,7 +10,7 @@
 //                            its host
 //   alive         this rank  waits of each rank,     waits for that rank relaxed   clean
 //                            a word each
-//   participants  this rank  block 0 of dispatch's   its other blocks    release   never: number
+//   participants  this rank  block 0 of dispatch's   its other blocks    relaxed   never: number
 //                            receive phase
 //
 // A set of ranks in shared memory has a bit per rank, 32 in a word.
@@ -94,7 +94,7 @@ DC_DEVICE void say_alive(const RailContext& context, uint64_t now_ns) {
   uint64_t* own = context.alive_word(context.group->rank);
   const uint64_t last = arch::ld_relaxed_gpu(own);
   if (last == tick || arch::fault(Fault::kSkipAlive)) return;
-  if (arch::atomic_cas_acq_rel_gpu(own, last, tick) != last) return;
+  if (arch::atomic_cas_relaxed_gpu(own, last, tick) != last) return;
   // pairs with: may_go_on at the others — nothing but the word itself
   send_to_all(context, context.words->alive, context.group->rank, tick);
 }
@@ -153,13 +153,12 @@ DC_DEVICE bool is_in_set(const uint32_t* set, int rank) {
   return (set[rank / kWarpSize] & bit_in_set(rank)) != 0;
 }
 
-// Several threads may remove ranks at the same time.
+// Several threads may remove ranks at the same time. A barrier of the block follows.
 DC_DEVICE void take_from_set(uint32_t* set, int rank) {
   uint32_t* word = set + rank / kWarpSize;
   uint32_t seen = arch::ld_relaxed_cta(word);
   while ((seen & bit_in_set(rank)) != 0) {
-    // Orders nothing: a barrier of the block follows.
-    const uint32_t found = arch::atomic_cas_acq_rel_cta(word, seen, seen & ~bit_in_set(rank));
+    const uint32_t found = arch::atomic_cas_relaxed_cta(word, seen, seen & ~bit_in_set(rank));
     if (found == seen) return;
     seen = found;
   }
@@ -173,6 +172,11 @@ DC_DEVICE void make_set(uint32_t* set, int num_ranks, IsThere is_there) {
     const uint32_t bits = arch::ballot(kFullMask, rank < num_ranks && is_there(rank));
     if (arch::lane_idx() == 0) set[word] = bits;
   }
+}
+
+// One thread.
+DC_DEVICE void copy_set(uint32_t* set, const uint32_t* from, int num_ranks) {
+  for (int word = 0; word < num_set_words(num_ranks); ++word) set[word] = from[word];
 }
 
 }  // namespace deep_comm

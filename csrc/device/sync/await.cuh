@@ -202,6 +202,10 @@ DC_DEVICE bool await(const AnyContext& context, const T* word, const WaitFor& wa
   return ok;
 }
 
+DC_DEVICE bool is_of_generation(const Tagged& tagged, uint32_t generation) {
+  return tagged.generation == generation || arch::fault(Fault::kIgnoreGeneration);
+}
+
 // Waits until a Tagged word of this kernel's generation holds at least `wanted`.
 DC_DEVICE bool await_tagged(const Context& context, const uint64_t* word, const WaitFor& wait,
                             uint32_t wanted, uint32_t* value, uint64_t patience = 1) {
@@ -211,7 +215,7 @@ DC_DEVICE bool await_tagged(const Context& context, const uint64_t* word, const 
       context, word, wait, Tagged::pack(generation, wanted),
       [=](uint64_t candidate) {
         const Tagged tagged = Tagged::unpack(candidate);
-        return tagged.generation == generation && tagged.value >= wanted;
+        return is_of_generation(tagged, generation) && tagged.value >= wanted;
       },
       &raw, patience);
   *value = Tagged::unpack(raw).value;
@@ -226,7 +230,7 @@ struct RelaxedTaggedWatch {
 
   DC_DEVICE bool look() {
     value = arch::ld_relaxed_sys(word);
-    return Tagged::unpack(value).generation == generation;
+    return is_of_generation(Tagged::unpack(value), generation);
   }
   DC_DEVICE uint64_t seen() const { return value; }
   DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
@@ -237,9 +241,9 @@ struct RelaxedTaggedWatch {
 // Waits for a Tagged word of this kernel's generation and returns its value. Orders nothing else.
 template <class AnyContext>
 DC_DEVICE bool await_tagged_alone(const AnyContext& context, const uint64_t* word,
-                                  const WaitFor& wait, uint32_t* value) {
+                                  const WaitFor& wait, uint32_t* value, uint64_t patience = 1) {
   RelaxedTaggedWatch watch{word, context.generation, 0};
-  const bool ok = await_watch(context, watch, wait, Tagged::pack(context.generation, 0));
+  const bool ok = await_watch(context, watch, wait, Tagged::pack(context.generation, 0), patience);
   *value = Tagged::unpack(watch.value).value;
   return ok;
 }

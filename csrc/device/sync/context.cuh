@@ -51,7 +51,7 @@ struct ErrorReport {
 // registers.
 DC_DEVICE_COLD void report_error(Context context, ErrorReport report) {
   const World& world = context.world;
-  if (arch::atomic_cas_acq_rel_gpu(&world.state()->error_claimed, 0u, 1u) != 0u) return;
+  if (arch::atomic_or_relaxed_gpu(&world.state()->error_claimed, 1u) != 0u) return;
   ErrorBlock* block = world.error;
   arch::st_relaxed_sys(&block->kind, static_cast<uint32_t>(report.kind));
   arch::st_relaxed_sys(&block->kernel, static_cast<uint32_t>(context.kernel));
@@ -65,6 +65,7 @@ DC_DEVICE_COLD void report_error(Context context, ErrorReport report) {
   arch::st_relaxed_sys(&block->waited_ns, report.waited_ns);
   arch::st_relaxed_sys(&block->index, report.index);
   // pairs with: Engine::poll_error on the host — the fields above
+  // order-proof: in a simulation the host reads them after the end of the kernel
   arch::st_release_sys(&block->is_written, 1u);
 }
 

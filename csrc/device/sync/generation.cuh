@@ -12,6 +12,12 @@ DC_DEVICE uint32_t current_generation(const World& world) {
   return next_generation(arch::ld_relaxed_gpu(&world.state()->generation));
 }
 
+// After this number of other blocks.
+DC_DEVICE bool is_last_block(uint32_t num_before) {
+  return num_before + 1 == static_cast<uint32_t>(arch::num_blocks()) ||
+         arch::fault(Fault::kEarlyGeneration);
+}
+
 struct BlockExit {
   bool is_last;  // all other blocks of the kernel have called this before
 };
@@ -29,7 +35,7 @@ DC_DEVICE BlockExit exit_block(uint32_t* num_retired_blocks) {
     *num_exited = arch::atomic_add_acq_rel_gpu(num_retired_blocks, 1u);
   }
   arch::sync_block();
-  return {*num_exited + 1 == static_cast<uint32_t>(arch::num_blocks())};
+  return {is_last_block(*num_exited)};
 }
 
 DC_DEVICE BlockExit exit_block(const Context& context) {
@@ -63,11 +69,12 @@ DC_DEVICE void retire_early(const Context& context) {
   uint32_t num_retired = 0;
   if (arch::lane_idx() == 0) {
     // acq_rel, pairs with itself: all other blocks have read `generation`.
+    // order-proof: orders reads alone, which the simulation never performs late
     num_retired = arch::atomic_add_acq_rel_gpu(&context.world.state()->num_retired_blocks, 1u);
   }
   num_retired = arch::shfl(kFullMask, num_retired, 0);
-  if (num_retired + 1 == static_cast<uint32_t>(arch::num_blocks())) {
-    arch::sync_warp();
+  if (is_last_block(num_retired)) {
+    // Only what lane 0 stores replaces what other blocks have read.
     close_generation(context, arch::lane_idx());
   }
 }

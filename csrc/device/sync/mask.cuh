@@ -33,6 +33,7 @@ DC_DEVICE bool is_given_up(const Context& context, int peer) {
 
 DC_DEVICE void mask_rank(const World& world, int peer) {
   arch::st_relaxed_gpu(world.masked(peer), 1);
+  if (arch::fault(Fault::kSkipVote)) return;
   for (int owner = 0; owner < world.num_ranks; ++owner) {
     // pairs with: is_masked at the owner — nothing but the word itself
     if (owner != world.rank) arch::st_relaxed_sys(world.vote(owner, world.rank, peer), 1);
@@ -51,7 +52,7 @@ DC_DEVICE void say_alive(const Context& context, uint64_t now_ns) {
   uint64_t* own = world.alive(world.rank, world.rank);
   const uint64_t last = arch::ld_relaxed_gpu(own);
   if (last == tick || arch::fault(Fault::kSkipAlive)) return;
-  if (arch::atomic_cas_acq_rel_gpu(own, last, tick) != last) return;
+  if (arch::atomic_cas_relaxed_gpu(own, last, tick) != last) return;
   for (int owner = 0; owner < world.num_ranks; ++owner) {
     // pairs with: may_go_on at the owner — nothing but the word itself
     if (owner != world.rank) arch::st_relaxed_sys(world.alive(owner, world.rank), tick);

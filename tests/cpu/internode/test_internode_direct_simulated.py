@@ -9,7 +9,7 @@ import pytest
 from cases import InternodeCase
 from roundtrip import run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds, simulated
-from test_internode_simulated import FAULTY, SEEDS_PER_TEST, small_case
+from test_internode_simulated import FAULTY, SEEDS_PER_TEST, halves_of, small_case
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -37,6 +37,9 @@ SEVERAL = direct(dataclasses.replace(FAULTY, num_sms=4, rail_chunk=2, rail_slots
         "skip_entry_barrier",  # slots and outputs are filled while the kernel before reads them
         "weaken_release",
         "early_rail_done",  # a call could return while its kernel still needs the NIC
+        "skip_exit_barrier",  # a call returns before its rows are there
+        "ignore_generation",  # words of the kernel before announce this one's rows
+        "early_generation",  # a block that begins late is of the next generation
     ],
 )
 def test_simulation_finds_the_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +59,15 @@ def test_simulation_finds_the_fault_between_near_nodes(
 
 def test_the_same_runs_pass_without_a_fault(way: str) -> None:
     pass_without_fault(SEVERAL, run_case, verify)
+
+
+def test_rows_in_pieces_arrive(way: str) -> None:
+    """Through stages in shared memory that hold half a row."""
+    run_seeds(range(3), lambda seed: halves_of(SEVERAL, seed), run_case, verify)
+
+
+def test_simulation_finds_a_stage_that_is_loaded_while_it_is_read(way: str) -> None:
+    find_fault("skip_bulk_wait_read", halves_of(SEVERAL, 0), run_case, verify)
 
 
 @pytest.mark.parametrize("stalled", [0, 1, 2, 3])

@@ -2,6 +2,7 @@
 faults that must be found.
 """
 
+import dataclasses
 import random
 
 import pytest
@@ -64,6 +65,15 @@ def test_full_rings_on_both_tiers(seed: int) -> None:
     verify(case, simulated(case, run_case, seed))
 
 
+def test_counts_of_more_experts_than_a_warp_has_lanes() -> None:
+    """And of tokens that two blocks count, each of other experts."""
+    case = InternodeCase(
+        (16, 9, 12, 5), hidden=16, experts=160, topk=3, num_sms=2, slots=4, send_chunk=2,
+        rail_slots=4, rail_chunk=2, nvl_bytes=1 << 18, rdma_bytes=1 << 18, ranks_per_node=2,
+    )  # fmt: skip
+    run_seeds(range(4), lambda seed: dataclasses.replace(case, seed=seed), run_case, verify)
+
+
 @pytest.mark.parametrize("first_seed", [1000, 1040])
 def test_rows_stored_into_near_nodes_are_the_same(
     first_seed: int, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +83,14 @@ def test_rows_stored_into_near_nodes_are_the_same(
     """
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
     run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
+
+
+def halves_of(case: InternodeCase, seed: int) -> InternodeCase:
+    """The same with rows that are too long for a stage in shared memory."""
+    return dataclasses.replace(
+        case, hidden=512, nvl_bytes=1 << 21, direct_bytes=1 << 20, rdma_bytes=1 << 21,
+        smem_bytes=12000, seed=seed,
+    )  # fmt: skip
 
 
 # Rings of two slots, several calls and unequal ranks give each fault a chance.
@@ -86,6 +104,7 @@ FAULTS = [
     "early_rail_credit",  # credits go back before the reads
     "skip_rail_fence",  # the NIC reads slots whose stores it cannot see yet
     "skip_entry_barrier",  # a kernel writes where peers still run the one before
+    "ignore_generation",  # words of the kernel before are taken for this one's
     "weaken_release",
 ]
 

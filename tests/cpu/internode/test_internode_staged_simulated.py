@@ -3,12 +3,13 @@
 import dataclasses
 import random
 
+import found_seeds
 import pytest
 import torch
 from cases import InternodeCase
 from roundtrip import buffer_of, call_once, run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds
-from test_internode_simulated import SEEDS_PER_TEST, small_case
+from test_internode_simulated import SEEDS_PER_TEST, halves_of, small_case
 
 from deep_comm import simulate
 
@@ -49,6 +50,8 @@ FAULTY = InternodeCase(
     rail_slots=4, rail_chunk=2, nvl_bytes=1 << 19, direct_bytes=1 << 18, rdma_bytes=1 << 12,
     ranks_per_node=2,
 )  # fmt: skip
+# Between near nodes that memory is enough for places, which need no slots to send from.
+NEAR = dataclasses.replace(FAULTY, is_direct=True)
 FAULTS = [
     "skip_arrival",  # rows and sums are added whether they have come or not
     "reorder_rail",  # the word of a chunk overtakes the sums before it
@@ -56,6 +59,7 @@ FAULTS = [
     "weaken_fence",  # words of rows and sums are not behind them
     "skip_bulk_wait",  # rows are published before they have landed
     "skip_entry_barrier",  # a kernel writes where peers still run the one before
+    "ignore_generation",  # words of the kernel before are taken for this one's
     "early_rail_done",  # a call could return while its kernel still needs the NIC
 ]
 
@@ -70,11 +74,25 @@ def test_simulation_finds_the_fault_between_near_nodes(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
-    find_fault(fault, FAULTY, run_case, verify)
+    find_fault(fault, NEAR, run_case, verify)
 
 
-def test_the_same_runs_pass_without_a_fault() -> None:
-    pass_without_fault(FAULTY, run_case, verify)
+@pytest.mark.parametrize("is_near", [False, True])
+def test_the_same_runs_pass_without_a_fault(is_near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(is_near)))
+    pass_without_fault(NEAR if is_near else FAULTY, run_case, verify, 10)
+
+
+def test_rows_in_pieces_return() -> None:
+    run_seeds(range(3), lambda seed: halves_of(FAULTY, seed), run_case, verify)
+
+
+def test_chunks_that_several_blocks_fill_are_stored_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    case = dataclasses.replace(NEAR, rail_chunk=4, rail_slots=8, rdma_bytes=1 << 15)
+    run_seeds(
+        found_seeds.CHUNKS, lambda seed: dataclasses.replace(case, seed=seed), run_case, verify
+    )
 
 
 @pytest.mark.parametrize("without", [0, 3])

@@ -55,9 +55,9 @@ def expected_instructions() -> dict[str, list[str]]:
                 expected[f"atomic_add_{order}_{scope}_{kind}"] = [
                     f"atom.{order}.{scope}{space}.add.{kind}"
                 ]
-        for kind in ("b32", "b64"):
-            expected[f"atomic_cas_acq_rel_{scope}_{kind}"] = [
-                f"atom.acq_rel.{scope}{space}.cas.{kind}"
+        for kind in ("b32", "b64") if scope != "sys" else ():
+            expected[f"atomic_cas_relaxed_{scope}_{kind}"] = [
+                f"atom.relaxed.{scope}{space}.cas.{kind}"
             ]
         expected[f"fence_acq_rel_{scope}"] = [f"fence.acq_rel.{scope}"]
     expected["atomic_or_relaxed_gpu"] = ["atom.relaxed.gpu.global.or.b32"]

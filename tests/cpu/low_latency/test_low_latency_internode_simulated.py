@@ -103,6 +103,17 @@ def test_sixty_four_ranks_of_eight_nodes() -> None:
     verify(case, simulate.run(lambda group: run_case(group, case), 64, 1, timeout_s=300))
 
 
+def test_more_experts_of_a_token_than_a_warp_has_lanes() -> None:
+    """Two warps count them, and two entries of a lane name ranks to forward to."""
+    case = LowLatencyCase(
+        (2, 1, 2, 1, 2, 1, 2, 1), 2, hidden=8, experts=80, topk=40, routing="skewed", hand_on=1,
+        ranks_per_node=4,
+    )  # fmt: skip
+    for seed in range(3):
+        found = schedules.notices(case, run_case, verify, seed)
+        assert found is None, f"seed {seed}: {found}"
+
+
 # Six pairs with a stalled rank: a half is used again while somebody may still read it.
 CASE = LowLatencyCase(
     (3, 5, 4, 2), 5, hidden=64, experts=8, topk=4, calls=6, ranks_per_node=2, num_qps=3, hand_on=4
@@ -121,6 +132,7 @@ def notices(seed: int, faults: tuple[str, ...], case: LowLatencyCase = CASE) -> 
         "skip_arrival",  # words are taken before they have come
         "skip_clear",  # and stay where they are
         "skip_rail_fence",  # the NIC reads staging whose stores it cannot see yet
+        "ignore_generation",  # words of an earlier operation are taken for this one's
     ],
 )
 def test_simulation_finds_the_fault(fault: str) -> None:
@@ -166,10 +178,9 @@ def test_the_same_runs_pass_without_a_fault() -> None:
 TWO_IN_FLIGHT = LowLatencyCase((4, 4), 4, hidden=64, experts=4, mode="late", ranks_per_node=1)
 
 
-def test_simulation_finds_staging_and_slots_that_are_used_too_early() -> None:
-    assert any(
-        found_in_dispatches(TWO_IN_FLIGHT, seed, ("skip_rail_credit",)) for seed in range(60)
-    )
+@pytest.mark.parametrize("fault", ["skip_rail_credit", "early_rail_credit"])
+def test_simulation_finds_staging_and_slots_that_are_used_too_early(fault: str) -> None:
+    assert any(found_in_dispatches(TWO_IN_FLIGHT, seed, (fault,)) for seed in range(60))
 
 
 @pytest.mark.usefixtures("near")

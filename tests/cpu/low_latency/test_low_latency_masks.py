@@ -14,6 +14,7 @@ from low_latency_masks import (
     case_of,
     come_back_after_clean,
     mask_by_hand,
+    masks_of,
     notices_late_rows,
     notices_shared_rows,
     notices_stop,
@@ -25,7 +26,7 @@ from low_latency_masks import (
 )
 
 import deep_comm
-from deep_comm import ArgumentError, Buffer, local
+from deep_comm import ArgumentError, Buffer, local, simulate
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -72,6 +73,36 @@ def test_a_rank_may_stop_at_any_step(first_seed: int) -> None:
 def test_simulation_finds_live_ranks_that_are_masked_for_waiting() -> None:
     found = (stop(seed, ("skip_alive",)) for seed in range(600))  # one in fifty does
     assert any(what is not None and "MaskedOut" in what for what in found)
+
+
+def test_simulation_finds_blocks_that_do_not_agree() -> None:
+    assert any(stop(seed, ("skip_agreement",)) for seed in range(120))
+
+
+def come_late(seed: int, faults: tuple[str, ...] = ()) -> list:
+    """A rank dispatches when the others have gone on without it: first what they had sent, then for
+    ever. By rank: masks, or an error."""
+    case = case_of(calls=2, mode="plain")
+
+    def main(group: simulate.SimulatedGroup) -> list[int]:
+        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
+        for is_late in (False, True):
+            for call in range(case.calls) if is_late == (buffer.rank == DEAD) else ():
+                Pair(buffer, case, call).dispatch()
+            group.barrier()
+        return masks_of(buffer)
+
+    return list(simulate.run(main, 3, seed, on_stuck="clock", return_errors=True, faults=faults))
+
+
+def test_a_vote_tells_a_rank_that_it_is_out() -> None:
+    for seed in range(6):
+        ended = come_late(seed)
+        assert isinstance(ended[DEAD], deep_comm.MaskedOut), f"seed {seed}: {ended}"
+
+
+def test_simulation_finds_a_vote_that_is_not_told() -> None:
+    assert not isinstance(come_late(0, ("skip_vote",))[DEAD], deep_comm.MaskedOut)
 
 
 def run_with_late_rows(seed: int, faults: tuple[str, ...] = ()) -> None:

@@ -64,8 +64,13 @@ def test_simulation_finds_words_that_are_read_early_or_left_behind(fault: str) -
 TWO_IN_FLIGHT = LowLatencyCase((4, 4), 4, hidden=64, experts=4, mode="late")
 
 
-def test_simulation_finds_a_half_that_is_used_too_early() -> None:
-    assert any(found_in_dispatches(TWO_IN_FLIGHT, seed, ("skip_credit",)) for seed in range(60))
+@pytest.mark.parametrize("fault", ["skip_credit", "early_credit"])
+def test_simulation_finds_a_half_that_is_used_too_early(fault: str) -> None:
+    assert any(found_in_dispatches(TWO_IN_FLIGHT, seed, (fault,)) for seed in range(60))
+
+
+def test_simulation_finds_words_of_an_earlier_operation() -> None:
+    assert any(notices(seed, ("ignore_generation",), CASE) for seed in range(20))
 
 
 def test_dispatches_without_combines_pass_without_a_fault() -> None:
@@ -101,6 +106,14 @@ def test_staged_rows_arrive(
 
 def test_simulation_finds_a_stage_that_goes_while_it_is_read() -> None:
     assert any(notices(seed, ("skip_bulk_wait_read",), STAGED) for seed in range(20))
+
+
+def test_more_selections_than_a_block_counts_at_once() -> None:
+    """It counts 256: its share begins behind the first batch, or in the middle of the second."""
+    case = LowLatencyCase((70, 3), 70, hidden=8, experts=24, topk=8, calls=1)
+    for seed in range(3):
+        found = schedules.notices(case, run_case, verify, seed)
+        assert found is None, f"seed {seed}: {found}"
 
 
 def test_a_rank_that_stays_away_is_named_in_virtual_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import found_seeds
 import mixed_calls
 import pytest
 import roundtrip
@@ -151,14 +152,11 @@ def test_programs_of_calls_of_every_kind(seed: int, monkeypatch: pytest.MonkeyPa
     mixed_calls.verify(operations, results)
 
 
-# In the first two, what the second dispatch counted, before any peer had come, once lay over sums
-# that the rail had yet to read; tests/cpu/internode/test_new_tier_calls.py makes sure that it
-# would. More than four ranks take long.
-FOUND = [2138, 2983]
+# More than four ranks take long.
 SMALL = [seed for seed in range(3000, 3030) if mixed_calls.draw(seed, 7)[0].num_ranks <= 4]
 
 
-@pytest.mark.parametrize("seed", [*FOUND, *SMALL])
+@pytest.mark.parametrize("seed", [*found_seeds.PROGRAMS, *SMALL])
 def test_programs_under_a_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roundtrip, "verify_bytes", lambda *_: None)
     setting, operations = mixed_calls.draw(seed, 7)

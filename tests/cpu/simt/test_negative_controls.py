@@ -40,6 +40,10 @@ FAULTS = [
     ("rings", "skip_bulk_wait"),
     ("rings", "skip_bulk_wait_read"),
     ("rings", "skip_entry_barrier"),
+    ("rings", "early_credit"),
+    ("rings", "ignore_generation"),
+    ("direct", "ignore_generation"),
+    ("direct", "skip_exit_barrier"),
     ("direct", "weaken_release"),
     ("direct", "weaken_fence"),
     ("direct", "skip_bulk_wait"),
@@ -51,6 +55,7 @@ FAULTS = [
     ("three_blocks", "skip_bulk_wait_read"),
     ("three_blocks", "skip_entry_barrier"),
     ("three_blocks", "skip_credit"),
+    ("three_blocks", "early_generation"),
 ]
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -20,8 +20,7 @@ OTHER_RANK, OTHER_BLOCK, OTHER_WARP = range(3)
     RELAXED_ADD,
     ADD_GPU,
     ADD_SYS,
-    CAS_SYS,
-) = range(10)
+) = range(9)
 
 
 def stale(kernel: str, params: list[int], shape: Shape, **options: object) -> int:
@@ -70,7 +69,6 @@ def seen(kernel: str, params: list[int], num_ranks: int, num_results: int = 2) -
         (RELEASE_SYS, OTHER_RANK),
         (FENCE_SYS, OTHER_RANK),
         (ADD_SYS, OTHER_RANK),
-        (CAS_SYS, OTHER_RANK),
         (RELEASE_GPU, OTHER_BLOCK),
         (FENCE_GPU, OTHER_BLOCK),
         (ADD_GPU, OTHER_BLOCK),
@@ -111,7 +109,7 @@ def test_an_acquire_of_enough_scope_sees_the_message(observe: int, lane: int, re
     assert message(RELEASE_SYS, reader, observe, lane) == 0
 
 
-@pytest.mark.parametrize("publish", [RELEASE_SYS, FENCE_SYS, ADD_SYS, CAS_SYS])
+@pytest.mark.parametrize("publish", [RELEASE_SYS, FENCE_SYS, ADD_SYS])
 @pytest.mark.parametrize("observe, lane, reader", [
     (RELAXED, 0, OTHER_RANK),
     (RELAXED, 0, OTHER_BLOCK),

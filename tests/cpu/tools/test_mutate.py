@@ -51,3 +51,14 @@ def test_the_kernels_have_sites_outside_of_the_primitives() -> None:
     sites = ordered_sites.all_sites(ROOT)
     assert len({site.name for site in sites}) > 200
     assert not any(site.file.startswith(("device/arch/", "device/bench/")) for site in sites)
+
+
+def test_sites_are_tried_with_the_suites_that_can_reach_them() -> None:
+    def suites(only: str) -> list[str]:
+        sites = [site for site in ordered_sites.all_sites(ROOT) if only in site.file]
+        return ordered_sites.suites_for(sites)
+
+    assert all((ROOT / "tests" / suite).is_file() for suite in suites("device/sync/"))
+    of_internode = suites("device/internode/")
+    assert set(of_internode) == {ordered_sites.OF_ALL, *ordered_sites.SUITES["internode"]}
+    assert set(of_internode) < set(suites("device/sync/"))
