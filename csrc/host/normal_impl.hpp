@@ -84,6 +84,7 @@ NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
   field(HeaderField::kNumTopk) = options.num_topk;
   field(HeaderField::kRowBytes) = options.row_bytes;
   field(HeaderField::kScaleRowBytes) = options.scale_row_bytes;
+  field(HeaderField::kCast) = options.cast;
   field(HeaderField::kNumExperts) = options.num_experts;
   field(HeaderField::kNumChannels) = options.channels.num_channels;
   field(HeaderField::kNumSendTokens) = options.channels.num_send_tokens;

@@ -24,6 +24,7 @@ struct NotifyOptions {
   ChannelConfig channels;
   int row_bytes;
   int scale_row_bytes;
+  int cast;  // PayloadForm::cast
   int num_topk;
   int topk_idx_bytes;
   int num_experts;

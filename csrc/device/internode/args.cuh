@@ -38,7 +38,7 @@ enum class RailField : int {
   kNumSlots,
   kNumRailSendTokens,
   kNumRailSlots,
-  kCast,        // of x before it is sent: 0 none, 1 e4m3, 2 rounded scales, 3 scales as exponents
+  kCast,        // of x before it is sent: PayloadForm::cast
   kHasWeights,  // top-k weights are sent
   kBadExpertIndex,  // not compared: this rank's routing had an index out of range
   kNumTokens,       // not compared: the maximum over the ranks goes to the host

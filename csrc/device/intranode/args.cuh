@@ -41,6 +41,7 @@ enum class HeaderField : int {
   kNumSendTokens,
   kNumSlots,
   kExpertAlignment,  // of expanded outputs; 0: not expanded
+  kCast,             // of x before it is sent: PayloadForm::cast
   kHasWeights,       // top-k weights are sent
   kNumCompared,
   // The other fields inform the peers and are not compared.
@@ -60,6 +61,7 @@ inline constexpr const char* kHeaderFieldNames[] = {
     "config.num_max_nvl_chunked_send_tokens",
     "config.num_max_nvl_chunked_recv_tokens",
     "expert_alignment with expand (0: without)",
+    "use_fp8 + round_scale + use_ue8m0",
     "topk_weights",
     "num_tokens",
     "output_line",

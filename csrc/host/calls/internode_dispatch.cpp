@@ -356,8 +356,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
     field(RailField::kNumTopk) = routing_.num_topk;
     field(RailField::kRowBytes) = form.row_bytes();
     field(RailField::kScaleRowBytes) = form.scale_row_bytes();
-    field(RailField::kCast) =
-        form.is_quantised + form.scale_format.round_scale + form.scale_format.use_ue8m0;
+    field(RailField::kCast) = form.cast();
     field(RailField::kHasWeights) = routing_.has_weights();
     args.num_experts = routing_.num_experts;
     args.expert_alignment = routing_.expert_alignment;

@@ -29,6 +29,8 @@ struct PayloadForm {
   bool has_scales() const { return num_scales > 0; }
   int row_bytes() const { return static_cast<int>(hidden * type.num_bytes); }
   int scale_bytes() const { return has_scales() ? scale_type.num_bytes : 0; }
+  // Equal on all ranks: 0 none, 1 e4m3, 2 with rounded scales, 3 with scales as exponents.
+  int cast() const { return is_quantised + scale_format.round_scale + scale_format.use_ue8m0; }
   int scale_row_bytes() const { return num_scales * scale_bytes(); }
 };
 

@@ -66,6 +66,7 @@ const NewDispatchPlan& plan_of(CallContext& context, const NewDispatchKey& key) 
     plan.notify = context.engine.plan_notify({.channels = plan.rings.channels,
                                               .row_bytes = form.row_bytes(),
                                               .scale_row_bytes = form.scale_row_bytes(),
+                                              .cast = form.cast(),
                                               .num_topk = key.num_topk,
                                               .topk_idx_bytes = key.topk_idx_bytes,
                                               .num_experts = key.num_experts,

@@ -83,14 +83,16 @@ def test_given_scales_come_back_column_by_column() -> None:
     local.run(main, 1)
 
 
-def test_all_ranks_must_quantise_alike() -> None:
+@pytest.mark.parametrize("num_direct_bytes", [0, 1 << 19], ids=["rings", "region"])
+@pytest.mark.parametrize("option", ["round_scale", "use_ue8m0"])
+def test_all_ranks_must_quantise_alike(option: str, num_direct_bytes: int) -> None:
     def main(group: local.ThreadGroup) -> None:
-        x = torch.ones(5, 128, dtype=torch.bfloat16)
+        x = torch.ones(5, 128, dtype=torch.bfloat16)  # as many bytes of scales in all formats
         idx = torch.zeros(5, 1, dtype=torch.int64)
-        with Buffer(group, 1 << 20, device="cpu") as buffer, pytest.raises(ConfigMismatch):
-            buffer.dispatch(
-                x, topk_idx=idx, num_experts=2, use_fp8=True, round_scale=group.rank() == 0
-            )
+        scales = {"round_scale": True, option: group.rank() == 0}
+        with Buffer(group, 1 << 20, device="cpu", num_direct_bytes=num_direct_bytes) as buffer:
+            with pytest.raises(ConfigMismatch):
+                buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=True, **scales)
 
     local.run(main, 2)
 
