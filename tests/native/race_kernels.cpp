@@ -116,6 +116,7 @@ void race_of_warps(const Args& args) {
   }
   sync_block();
   if (how == HandOver::kMbarrierPhaseLate && thread_idx() < 2) mbarrier_arrive(&shared()->barrier);
+  sync_block();
   if (warp_idx() == 0) {
     if (lane_idx() == 0) {
       if (reads_first) {
