@@ -71,7 +71,7 @@ void bind_simulation(py::module_& m) {
       .def(py::init(&make_simulation), py::kw_only(), py::arg("num_ranks"), py::arg("seed"),
            py::arg("policy") = "random", py::arg("weak_memory") = true,
            py::arg("delay_bulk") = true, py::arg("collectives_order_memory") = false,
-           py::arg("find_races") = true, py::arg("faults") = std::vector<std::string>(),
+           py::arg("find_races") = false, py::arg("faults") = std::vector<std::string>(),
            py::arg("stalls") = std::vector<StallTuple>(), py::arg("on_stuck") = "report",
            py::arg("weaken") = "", py::arg("note_sites") = false)
       .def_property_readonly("num_steps", py::cpp_function(&Simulation::num_steps, release_gil))

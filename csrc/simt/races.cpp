@@ -12,7 +12,7 @@
 namespace deep_comm::simt {
 namespace {
 
-constexpr size_t kMaxCovered = 64;
+constexpr size_t kMaxCovered = 48;
 
 uint64_t next_number() {
   static thread_local uint64_t number = 0;
@@ -60,12 +60,41 @@ bool Clock::covers(const Data& other) const {
          data_->covered.rend();
 }
 
+// Data that nobody uses, with their memory.
+struct Clock::Pool {
+  std::vector<Data*> free;
+
+  ~Pool() {
+    for (Data* data : free) delete data;
+  }
+  static Pool& of_thread() {
+    static thread_local Pool pool;
+    return pool;
+  }
+};
+
+Clock::Data* Clock::take() {
+  std::vector<Data*>& free = Pool::of_thread().free;
+  if (free.empty()) return new Data;
+  Data* data = free.back();
+  free.pop_back();
+  data->num_refs = 1;
+  return data;
+}
+
+void Clock::give_back(Data* data) {
+  data->epochs.clear();
+  data->covered.clear();
+  Pool::of_thread().free.push_back(data);
+}
+
 void Clock::make_own(size_t num_agents) {
   if (!data_) {
-    data_ = new Data;
+    data_ = take();
   } else if (data_->num_refs > 1) {
-    auto* copy = new Data(*data_);
-    copy->num_refs = 1;
+    Data* copy = take();
+    copy->epochs = data_->epochs;
+    copy->covered = data_->covered;
     copy->covered.push_back(data_->number);
     --data_->num_refs;
     data_ = copy;
@@ -90,7 +119,9 @@ void Clock::join(const Clock& other) {
   make_own(other.data_->epochs.size());
   raise(data_->epochs, other.data_->epochs);
   std::vector<uint64_t>& covered = data_->covered;
-  if (covered.size() >= kMaxCovered) covered.erase(covered.begin(), covered.begin() + 32);
+  if (covered.size() >= kMaxCovered) {
+    covered.erase(covered.begin(), covered.begin() + kMaxCovered / 2);
+  }
   covered.push_back(other.data_->number);
 }
 
@@ -278,7 +309,11 @@ void Races::read(const Actor& actor, size_t index, uint8_t bytes, bool is_strong
 
 void Races::write(const Actor& actor, size_t index, uint8_t bytes, bool is_strong) {
   Word& word = pages_[index / kPageWords][index % kPageWords];
-  if ((word.written & bytes) != 0 && !(is_strong && word.is_strong)) {
+  // One of several lanes that write by one instruction wins; which one does not matter if all write
+  // the same (CUDA C++ Programming Guide, SIMT Architecture). Their values are not compared.
+  const bool is_one_instruction = actor.code != 0 && actor.code == word.write_code &&
+                                  actor.agent / kLanes == word.writer / kLanes;
+  if ((word.written & bytes) != 0 && !is_one_instruction && !(is_strong && word.is_strong)) {
     require_order(actor, index, "writes", word.writer, word.write_epoch, "has written",
                   word.write_code);
   }

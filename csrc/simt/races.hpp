@@ -42,7 +42,7 @@ class Clock {
     return *this;
   }
   ~Clock() {
-    if (data_ && --data_->num_refs == 0) delete data_;
+    if (data_ && --data_->num_refs == 0) give_back(data_);
   }
 
   uint32_t of(size_t agent) const {
@@ -61,6 +61,10 @@ class Clock {
     std::vector<uint64_t> covered;  // numbers of clocks that this one covers; the newest ones
   };
 
+  struct Pool;
+
+  static Data* take();
+  static void give_back(Data* data);
   bool covers(const Data& other) const;
   void make_own(size_t num_agents);
 

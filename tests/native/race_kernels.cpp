@@ -165,10 +165,9 @@ void race_of_lanes(const Args& args) {
   if (lane_idx() == 3) args.memory[8] = shared()->value;
 }
 
-// Neighbouring bytes are apart. params[0]: two lanes write the same one.
+// Neighbouring bytes are apart. params[0]: all lanes write the same one.
 void race_of_bytes(const Args& args) {
-  const int lane = args.params[0] && lane_idx() == 1 ? 0 : lane_idx();
-  shared()->bytes[lane] = static_cast<uint8_t>(lane_idx());
+  shared()->bytes[args.params[0] ? 0 : lane_idx()] = 7;
 }
 
 enum class ProxyFence : int64_t { kNothing, kWriter, kIssuer, kGlobalOnly, kBeforeWrite };

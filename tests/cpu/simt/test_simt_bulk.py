@@ -40,20 +40,15 @@ def test_bulk_round_trip(machine: str, num_bytes: int) -> None:
     np.testing.assert_array_equal(data[source.size : 2 * source.size], source + np.uint8(1))
 
 
-# What races do, beside that they are reported (test_simt_races.py).
-RACES_RUN = {"find_races": False}
-
-
-def load_result(seed: int, wait: int, **options: object) -> int:
+def load_result(seed: int, wait: int) -> int:
     memory = words()
     memory[64:72] = 77
-    run = simulate("bulk_load_unwaited", [wait], seed=seed, memory=memory, **options)
-    return int(run.check().memory[0])
+    return int(simulate("bulk_load_unwaited", [wait], seed=seed, memory=memory).check().memory[0])
 
 
 def test_a_load_is_there_after_its_barrier_and_perhaps_not_before() -> None:
     assert {load_result(seed, 1) for seed in range(60)} == {77}
-    assert {load_result(seed, 0, **RACES_RUN) for seed in range(60)} == {77, 0xD5D5D5D5D5D5D5D5}
+    assert {load_result(seed, 0) for seed in range(60)} == {77, 0xD5D5D5D5D5D5D5D5}
 
 
 def store_reuse_is_right(kernel: str, params: list[int], seed: int, **options: object) -> bool:
@@ -64,10 +59,9 @@ def store_reuse_is_right(kernel: str, params: list[int], seed: int, **options: o
 
 def test_shared_memory_may_be_reused_after_bulk_wait_read_and_not_before() -> None:
     assert all(store_reuse_is_right("bulk_store_reuse", [1], seed) for seed in range(60))
-    reuse = "bulk_store_reuse"
-    assert not all(store_reuse_is_right(reuse, [0], seed, **RACES_RUN) for seed in range(60))
-    at_once = {"delay_bulk": False, **RACES_RUN}
-    assert all(store_reuse_is_right(reuse, [0], seed, **at_once) for seed in range(9))
+    assert not all(store_reuse_is_right("bulk_store_reuse", [0], seed) for seed in range(60))
+    at_once = {"delay_bulk": False}
+    assert all(store_reuse_is_right("bulk_store_reuse", [0], seed, **at_once) for seed in range(9))
 
 
 def test_waits_leave_the_newest_groups_alone() -> None:
@@ -75,7 +69,7 @@ def test_waits_leave_the_newest_groups_alone() -> None:
 
 
 def test_the_fault_skip_bulk_wait_read_is_found() -> None:
-    faults = {"faults": ["skip_bulk_wait_read"], **RACES_RUN}
+    faults = {"faults": ["skip_bulk_wait_read"]}
     assert not all(store_reuse_is_right("bulk_groups", [], seed, **faults) for seed in range(60))
 
 

@@ -7,6 +7,8 @@ import re
 import pytest
 from simt_machine import Shape, native, simulate
 
+from deep_comm.simulate.__main__ import main
+
 SEEDS = range(4)
 WARP, WARPS = Shape(1, 32, 256), Shape(1, 64, 256)
 NO_ORDER = "nothing orders the two"
@@ -17,7 +19,8 @@ def errors(kernel: str, *params: int, shape: Shape = WARP, **options: object) ->
     """What the machine says under each seed; "": nothing."""
     said = set()
     for seed in SEEDS:
-        (error,) = simulate(kernel, params, seed=seed, shape=shape, **options).errors
+        run = simulate(kernel, params, seed=seed, shape=shape, find_races=True, **options)
+        (error,) = run.errors
         assert error is None or isinstance(error, native.MachineError), error
         found = re.search(f"{NO_ORDER}|{NO_FENCE}", str(error or ""))
         assert error is None or found, error
@@ -65,7 +68,12 @@ def test_shuffles_and_votes_order_shared_memory_on_gpus_but_not_in_ptx(how: int)
 
 def test_neighbouring_bytes_are_apart() -> None:
     assert errors("race_of_bytes", 0) == {""}
-    assert errors("race_of_bytes", 1) == {NO_ORDER}
+    assert errors("race_of_bytes", 0, shape=WARPS) == {NO_ORDER}
+
+
+def test_lanes_may_write_one_place_by_one_instruction() -> None:
+    """CUDA C++ Programming Guide, SIMT Architecture: one of the writes takes place."""
+    assert errors("race_of_bytes", 1) == {""}
 
 
 def test_a_bulk_store_sees_what_a_proxy_fence_has_passed_on() -> None:
@@ -103,9 +111,25 @@ def test_an_mbarrier_is_used_after_its_initialisation() -> None:
 
 
 def test_a_report_names_the_threads_and_the_code() -> None:
-    (error,) = simulate("race_of_lanes", [ALONE], shape=WARP).errors
+    (error,) = simulate("race_of_lanes", [ALONE], shape=WARP, find_races=True).errors
     assert re.search(
         r"warp 0 lane [03]: (reads|writes) shared memory at offset 64, which warp 0 lane [03] has "
         r"(written|read), and nothing orders the two\n  addr2line -Cfpie \S+ 0x\w+ 0x\w+",
         str(error),
     )
+
+
+def play(*options: str) -> int:
+    return main(["--races", "--ranks", "4", "--tokens", "24", *options])
+
+
+def test_dispatch_and_combine_have_no_races() -> None:
+    assert play("--runs", "2") == 0
+
+
+@pytest.mark.parametrize("fault", ["skip_bulk_wait_read"])
+def test_a_stage_that_is_loaded_again_too_early_is_a_race(
+    fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert play("--fault", fault) == 1
+    assert re.search(rf"a bulk_load writes shared memory .*{NO_ORDER}", capsys.readouterr().out)
