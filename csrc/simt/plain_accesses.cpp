@@ -36,13 +36,13 @@ void __tsan_func_exit() {}
 void __tsan_vptr_read(void**) {}
 void __tsan_vptr_update(void**, void*) {}
 
-#define DC_NOTE(NAME, BYTES, ACCESS)                                                           \
-  void NAME(void* address) {                                                                   \
-    deep_comm::simt::note(address, BYTES, deep_comm::simt::Races::Access::ACCESS,              \
-                          __builtin_return_address(0));                                        \
+#define DC_NOTE(NAME, BYTES, ACCESS)                                              \
+  void NAME(void* address) {                                                      \
+    deep_comm::simt::note(address, BYTES, deep_comm::simt::Races::Access::ACCESS, \
+                          __builtin_return_address(0));                           \
   }
-#define DC_NOTE_BOTH(PREFIX, BYTES)             \
-  DC_NOTE(PREFIX##read##BYTES, BYTES, kRead)    \
+#define DC_NOTE_BOTH(PREFIX, BYTES)          \
+  DC_NOTE(PREFIX##read##BYTES, BYTES, kRead) \
   DC_NOTE(PREFIX##write##BYTES, BYTES, kWrite)
 DC_NOTE_BOTH(__tsan_, 1)
 DC_NOTE_BOTH(__tsan_, 2)
@@ -63,42 +63,42 @@ void __tsan_write_range(void* address, size_t num_bytes) {
                         __builtin_return_address(0));
 }
 
-#define DC_ATOMICS(BITS)                                                                          \
-  using Int##BITS = uint##BITS##_t;                                                               \
-  Int##BITS __tsan_atomic##BITS##_load(const Int##BITS* word, int) {                              \
-    return __atomic_load_n(word, __ATOMIC_ACQUIRE);                                               \
-  }                                                                                               \
-  void __tsan_atomic##BITS##_store(Int##BITS* word, Int##BITS value, int order) {                 \
-    if (order != __ATOMIC_SEQ_CST) {                                                              \
-      __atomic_store_n(word, value, __ATOMIC_RELEASE);                                            \
-    } else {                                                                                      \
-      __atomic_store_n(word, value, __ATOMIC_SEQ_CST);                                            \
-    }                                                                                             \
-  }                                                                                               \
-  Int##BITS __tsan_atomic##BITS##_exchange(Int##BITS* word, Int##BITS value, int) {               \
-    return __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST);                                    \
-  }                                                                                               \
-  Int##BITS __tsan_atomic##BITS##_fetch_add(Int##BITS* word, Int##BITS value, int) {              \
-    return __atomic_fetch_add(word, value, __ATOMIC_SEQ_CST);                                     \
-  }                                                                                               \
-  Int##BITS __tsan_atomic##BITS##_fetch_sub(Int##BITS* word, Int##BITS value, int) {              \
-    return __atomic_fetch_sub(word, value, __ATOMIC_SEQ_CST);                                     \
-  }                                                                                               \
-  Int##BITS __tsan_atomic##BITS##_fetch_and(Int##BITS* word, Int##BITS value, int) {              \
-    return __atomic_fetch_and(word, value, __ATOMIC_SEQ_CST);                                     \
-  }                                                                                               \
-  Int##BITS __tsan_atomic##BITS##_fetch_or(Int##BITS* word, Int##BITS value, int) {               \
-    return __atomic_fetch_or(word, value, __ATOMIC_SEQ_CST);                                      \
-  }                                                                                               \
-  int __tsan_atomic##BITS##_compare_exchange_strong(Int##BITS* word, Int##BITS* expected,         \
-                                                    Int##BITS desired, int, int) {                \
-    return __atomic_compare_exchange_n(word, expected, desired, false, __ATOMIC_SEQ_CST,          \
-                                       __ATOMIC_SEQ_CST);                                         \
-  }                                                                                               \
-  int __tsan_atomic##BITS##_compare_exchange_weak(Int##BITS* word, Int##BITS* expected,           \
-                                                  Int##BITS desired, int, int) {                  \
-    return __atomic_compare_exchange_n(word, expected, desired, true, __ATOMIC_SEQ_CST,           \
-                                       __ATOMIC_SEQ_CST);                                         \
+#define DC_ATOMICS(BITS)                                                                  \
+  using Int##BITS = uint##BITS##_t;                                                       \
+  Int##BITS __tsan_atomic##BITS##_load(const Int##BITS* word, int) {                      \
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);                                       \
+  }                                                                                       \
+  void __tsan_atomic##BITS##_store(Int##BITS* word, Int##BITS value, int order) {         \
+    if (order != __ATOMIC_SEQ_CST) {                                                      \
+      __atomic_store_n(word, value, __ATOMIC_RELEASE);                                    \
+    } else {                                                                              \
+      __atomic_store_n(word, value, __ATOMIC_SEQ_CST);                                    \
+    }                                                                                     \
+  }                                                                                       \
+  Int##BITS __tsan_atomic##BITS##_exchange(Int##BITS* word, Int##BITS value, int) {       \
+    return __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST);                            \
+  }                                                                                       \
+  Int##BITS __tsan_atomic##BITS##_fetch_add(Int##BITS* word, Int##BITS value, int) {      \
+    return __atomic_fetch_add(word, value, __ATOMIC_SEQ_CST);                             \
+  }                                                                                       \
+  Int##BITS __tsan_atomic##BITS##_fetch_sub(Int##BITS* word, Int##BITS value, int) {      \
+    return __atomic_fetch_sub(word, value, __ATOMIC_SEQ_CST);                             \
+  }                                                                                       \
+  Int##BITS __tsan_atomic##BITS##_fetch_and(Int##BITS* word, Int##BITS value, int) {      \
+    return __atomic_fetch_and(word, value, __ATOMIC_SEQ_CST);                             \
+  }                                                                                       \
+  Int##BITS __tsan_atomic##BITS##_fetch_or(Int##BITS* word, Int##BITS value, int) {       \
+    return __atomic_fetch_or(word, value, __ATOMIC_SEQ_CST);                              \
+  }                                                                                       \
+  int __tsan_atomic##BITS##_compare_exchange_strong(Int##BITS* word, Int##BITS* expected, \
+                                                    Int##BITS desired, int, int) {        \
+    return __atomic_compare_exchange_n(word, expected, desired, false, __ATOMIC_SEQ_CST,  \
+                                       __ATOMIC_SEQ_CST);                                 \
+  }                                                                                       \
+  int __tsan_atomic##BITS##_compare_exchange_weak(Int##BITS* word, Int##BITS* expected,   \
+                                                  Int##BITS desired, int, int) {          \
+    return __atomic_compare_exchange_n(word, expected, desired, true, __ATOMIC_SEQ_CST,   \
+                                       __ATOMIC_SEQ_CST);                                 \
   }
 DC_ATOMICS(8)
 DC_ATOMICS(16)

@@ -42,8 +42,8 @@ std::string describe_code(int32_t here, int32_t other) {
   std::string text = std::string("\n  addr2line -Cfpie ") + module.dli_fname;
   for (const int32_t code : {here, other}) {
     char place[24];
-    const intptr_t offset = reinterpret_cast<intptr_t>(&anchor) + code -
-                            reinterpret_cast<intptr_t>(module.dli_fbase);
+    const intptr_t offset =
+        reinterpret_cast<intptr_t>(&anchor) + code - reinterpret_cast<intptr_t>(module.dli_fbase);
     // A return address is behind the call.
     std::snprintf(place, sizeof place, " 0x%llx", static_cast<unsigned long long>(offset - 1));
     if (code != 0) text += place;
@@ -270,9 +270,8 @@ void Races::for_words(const void* address, size_t num_bytes, Visit visit) {
 
 void Races::add_reader(Word& word, const Actor& actor, uint8_t bytes) {
   if (word.readers < 0) {
-    const bool takes_place =
-        word.read_epoch == 0 || word.reader == actor.agent ||
-        order_of(actor, word.reader, word.read_epoch) == Order::kFull;
+    const bool takes_place = word.read_epoch == 0 || word.reader == actor.agent ||
+                             order_of(actor, word.reader, word.read_epoch) == Order::kFull;
     if (takes_place) {
       const bool is_same = word.reader == actor.agent && word.read_epoch == actor.epoch;
       word.read = static_cast<uint8_t>(is_same ? word.read | bytes : bytes);

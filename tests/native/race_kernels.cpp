@@ -166,9 +166,7 @@ void race_of_lanes(const Args& args) {
 }
 
 // Neighbouring bytes are apart. params[0]: all lanes write the same one.
-void race_of_bytes(const Args& args) {
-  shared()->bytes[args.params[0] ? 0 : lane_idx()] = 7;
-}
+void race_of_bytes(const Args& args) { shared()->bytes[args.params[0] ? 0 : lane_idx()] = 7; }
 
 enum class ProxyFence : int64_t { kNothing, kWriter, kIssuer, kGlobalOnly, kBeforeWrite };
 
@@ -243,16 +241,21 @@ void race_of_next_load(const Args& args) {
 void race_of_mbarrier(const Args& args) {
   if (thread_idx() == 0) mbarrier_init(&shared()->barrier, 64);
   if (thread_idx() == 0) st_relaxed_sys(args.memory, uint64_t{1});
-  while (ld_relaxed_sys(args.memory) == 0) wait_hint<uint64_t>(args.memory, 0, nullptr, ~uint64_t{0});
+  while (ld_relaxed_sys(args.memory) == 0)
+    wait_hint<uint64_t>(args.memory, 0, nullptr, ~uint64_t{0});
   if (args.params[0]) sync_block();
   mbarrier_arrive(&shared()->barrier);
 }
 
 constexpr Kernel kKernels[] = {
-    kernel<race_of_warps>("race_of_warps"),           kernel<race_of_lanes>("race_of_lanes"),
-    kernel<race_of_bytes>("race_of_bytes"),           kernel<race_of_bulk_store>("race_of_bulk_store"),
-    kernel<race_of_reuse>("race_of_reuse"),           kernel<race_of_bulk_load>("race_of_bulk_load"),
-    kernel<race_of_next_load>("race_of_next_load"),   kernel<race_of_mbarrier>("race_of_mbarrier"),
+    kernel<race_of_warps>("race_of_warps"),
+    kernel<race_of_lanes>("race_of_lanes"),
+    kernel<race_of_bytes>("race_of_bytes"),
+    kernel<race_of_bulk_store>("race_of_bulk_store"),
+    kernel<race_of_reuse>("race_of_reuse"),
+    kernel<race_of_bulk_load>("race_of_bulk_load"),
+    kernel<race_of_next_load>("race_of_next_load"),
+    kernel<race_of_mbarrier>("race_of_mbarrier"),
 };
 
 }  // namespace

@@ -68,7 +68,7 @@ def test_shuffles_and_votes_order_shared_memory_on_gpus_but_not_in_ptx(how: int)
 
 def test_neighbouring_bytes_are_apart() -> None:
     assert errors("race_of_bytes", 0) == {""}
-    assert errors("race_of_bytes", 0, shape=WARPS) == {NO_ORDER}
+    assert errors("race_of_bytes", 1, shape=WARPS) == {NO_ORDER}
 
 
 def test_lanes_may_write_one_place_by_one_instruction() -> None:
