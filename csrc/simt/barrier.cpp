@@ -14,14 +14,16 @@ namespace {
 void wake_all(NamedBarrier& state) {
   while (Fiber* fiber = state.waiting.pop_front()) {
     fiber->wait = Wait::kNone;
-    if (t_state.simulated) leave_barrier(fiber, state.view);
+    if (t_state.simulated) leave_barrier(fiber, state.meeting);
     t_state.executor->make_ready(fiber);
   }
 }
 
 // Stores of the arriving thread and of those its warp has seen become visible to the block.
 void publish_to_block(Fiber* self, NamedBarrier& state) {
-  if (t_state.simulated) arrive_at_block(self, state.view);
+  if (!t_state.simulated) return;
+  if (state.arrived == 0) state.meeting = {};
+  arrive_at_block(self, state.meeting);
 }
 
 NamedBarrier& named_barrier(Fiber* self, int barrier, int num_threads, const char* op) {
@@ -88,7 +90,7 @@ bool sync_block_any(bool predicate, CallSite site) {
   if (++state.arrived == block->num_live) {
     note_progress();
     complete_block_barrier(state);
-    if (t_state.simulated) leave_barrier(self, state.view);
+    if (t_state.simulated) leave_barrier(self, state.meeting);
     return state.result;
   }
   self->wait = Wait::kBlockBarrier;
@@ -112,7 +114,7 @@ void sync_named(int barrier, int num_threads) {
   publish_to_block(self, state);
   if (arrive(state)) {
     note_progress();
-    if (t_state.simulated) leave_barrier(self, state.view);
+    if (t_state.simulated) leave_barrier(self, state.meeting);
     return;
   }
   self->wait = Wait::kNamedBarrier;

@@ -17,4 +17,8 @@ bool mbarrier_phase_done(uint64_t barrier, uint32_t parity);
 // wrong with the barrier, if anything.
 bool mbarrier_complete_bytes(uint64_t* barrier, uint32_t num_bytes, const char** error);
 
+// Simulated machine.
+MbarrierState& mbarrier_state(Block* block, const uint64_t* barrier);
+void complete_mbarrier_phase(Block* block, const uint64_t* barrier);
+
 }  // namespace deep_comm::simt

@@ -160,16 +160,16 @@ uint64_t warp_collective(WarpOp op, uint32_t mask, uint64_t value, uint32_t argu
       refuse_divergence(self, op, mask, other);
     }
   }
-  View own_view;  // of the first to arrive
+  Meeting own_meeting;  // of the first to arrive
   warp.values[lane] = value;
   warp.arguments[lane] = argument;
-  if (t_state.simulated) arrive_at_warp(self, op, pending ? pending->view : own_view);
+  if (t_state.simulated) arrive_at_warp(self, op, pending ? pending->meeting : own_meeting);
 
   const uint32_t arrived = (pending ? pending->arrived : 0) | bit;
   if (arrived != mask) {
     if (!pending) {
       pending = &warp.pending[warp.num_pending++];
-      *pending = PendingCollective{.mask = mask, .arrived = 0, .op = op, .view = own_view};
+      *pending = PendingCollective{.mask = mask, .arrived = 0, .op = op, .meeting = own_meeting};
     }
     pending->arrived = arrived;
     self->wait = Wait::kCollective;
@@ -178,8 +178,8 @@ uint64_t warp_collective(WarpOp op, uint32_t mask, uint64_t value, uint32_t argu
   }
 
   complete(warp, mask, op);
-  const View view = pending ? pending->view : own_view;
-  if (t_state.simulated) leave_barrier(self, view);
+  const Meeting meeting = pending ? pending->meeting : own_meeting;
+  if (t_state.simulated) leave_warp(self, op, meeting);
   if (pending) *pending = warp.pending[--warp.num_pending];
   // From the last lane to the first: those made ready last run first.
   for (uint32_t left = mask & ~bit; left;) {
@@ -187,7 +187,7 @@ uint64_t warp_collective(WarpOp op, uint32_t mask, uint64_t value, uint32_t argu
     left &= ~(1u << other);
     Fiber* fiber = warp.lanes[other];
     fiber->wait = Wait::kNone;
-    if (t_state.simulated) leave_barrier(fiber, view);
+    if (t_state.simulated) leave_warp(fiber, op, meeting);
     t_state.executor->make_ready_hot(fiber);
   }
   return warp.results[lane];

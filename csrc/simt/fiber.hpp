@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "context.hpp"
 #include "machine.hpp"
+#include "races.hpp"
 #include "stack_pool.hpp"
 #include "view.hpp"
 
@@ -132,7 +132,7 @@ struct PendingCollective {
   uint32_t mask;
   uint32_t arrived;
   WarpOp op;
-  View view;  // simulated machine: of those that have arrived
+  Meeting meeting;  // simulated machine: of those that have arrived
 };
 
 // Simulated machine: when stores that came from a warp's or block's own buffers last became visible
@@ -164,8 +164,17 @@ struct NamedBarrier {
   int arrived = 0;
   bool any = false;     // of those that have arrived; sync_block_any
   bool result = false;  // of the last time that it completed
-  View view;            // simulated machine: of those that have arrived
+  Meeting meeting;      // simulated machine: of those that have arrived
   FiberList waiting;
+};
+
+// Simulated machine.
+struct MbarrierState {
+  const uint64_t* address;
+  Meeting arrived{};
+  Meeting completed{};      // what `arrived` was when the last phase completed
+  uint32_t num_phases = 0;  // that have completed
+  size_t load_agent = 0;    // of Races; 0: none yet
 };
 
 // What a kernel finds in shared memory that it has not written.
@@ -187,8 +196,9 @@ struct Block {
   NamedBarrier barriers[kNumBarriers];
   StoreBuffer* stores = nullptr;
   LastPushes pushes;  // of its own buffer
-  // Simulated machine: what those who have arrived at an mbarrier had seen.
-  std::vector<std::pair<const uint64_t*, View>> mbarrier_views;
+  // Simulated machine only.
+  std::vector<MbarrierState> mbarriers;
+  std::unique_ptr<Races> races;  // null: nobody looks for them
 
   bool owns(const void* address) const {
     return static_cast<size_t>(static_cast<const uint8_t*>(address) - smem.base) < smem.num_bytes;

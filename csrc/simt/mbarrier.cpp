@@ -58,16 +58,21 @@ void check_address(Fiber* self, const uint64_t* barrier) {
   }
 }
 
-// Of those who have arrived there.
-View& view_of(Fiber* self, const uint64_t* barrier) {
-  auto& views = block_of(self)->mbarrier_views;
-  for (auto& [address, view] : views) {
-    if (address == barrier) return view;
+}  // namespace
+
+MbarrierState& mbarrier_state(Block* block, const uint64_t* barrier) {
+  for (MbarrierState& state : block->mbarriers) {
+    if (state.address == barrier) return state;
   }
-  return views.emplace_back(barrier, View{}).second;
+  return block->mbarriers.emplace_back(MbarrierState{.address = barrier});
 }
 
-}  // namespace
+void complete_mbarrier_phase(Block* block, const uint64_t* barrier) {
+  MbarrierState& state = mbarrier_state(block, barrier);
+  ++state.num_phases;
+  if (state.load_agent != 0) state.arrived.seen.set(state.load_agent, state.num_phases);
+  state.completed = state.arrived;
+}
 
 bool mbarrier_phase_done(uint64_t barrier, uint32_t parity) {
   return unpack(barrier).parity != (parity & 1);
@@ -90,6 +95,7 @@ void mbarrier_init(uint64_t* barrier, int num_arrivals) {
     t_state.executor->fail(self, "mbarrier_init with " + std::to_string(num_arrivals) +
                                      " arrivals: the rule is 1 to 1048575");
   }
+  touch_shared(self, barrier, Races::Access::kWrite);
   const auto count = static_cast<uint32_t>(num_arrivals);
   *barrier = pack(State{.pending = count, .arrivals = count, .bytes = 0, .parity = 0});
 }
@@ -97,7 +103,8 @@ void mbarrier_init(uint64_t* barrier, int num_arrivals) {
 void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
   Fiber* self = t_state.current;
   check_address(self, barrier);
-  if (t_state.simulated) arrive_at_block(self, view_of(self, barrier));
+  touch_shared(self, barrier, Races::Access::kStrongWrite);
+  if (t_state.simulated) arrive_at_block(self, mbarrier_state(block_of(self), barrier).arrived);
   State state = unpack(*barrier);
   if (!is_initialised(*barrier)) {
     t_state.executor->fail(self, "arrives at an mbarrier that was not initialised");
@@ -115,6 +122,7 @@ void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
   const bool done = complete_phase_if_done(state);
   *barrier = pack(state);
   note_progress();
+  if (done && t_state.simulated) complete_mbarrier_phase(block_of(self), barrier);
   if (done) t_state.executor->notify(barrier);
 }
 
@@ -124,6 +132,7 @@ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
   if (!is_initialised(*barrier)) {
     t_state.executor->fail(self, "waits for an mbarrier that was not initialised");
   }
+  touch_shared(self, barrier, Races::Access::kStrongRead);
   if (!mbarrier_phase_done(*barrier, parity)) {
     // The same wait again and again: look less and less often, so that a jumping clock makes way.
     const bool again = self->word == barrier && self->seen == parity;
@@ -140,8 +149,7 @@ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
   const bool done = mbarrier_phase_done(*barrier, parity);
   if (!done) return false;
   self->word = nullptr;
-  // Also of arrivals at the next phase, if there are any by now.
-  if (t_state.simulated) leave_barrier(self, view_of(self, barrier));
+  if (t_state.simulated) leave_mbarrier(self, mbarrier_state(block_of(self), barrier).completed);
   return true;
 }
 

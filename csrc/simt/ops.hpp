@@ -83,7 +83,8 @@ void simulated_fence(Scope scope);
 // Before and after an atomic that acts on `address` itself.
 void simulated_atomic_begin(void* address, unsigned num_bytes, AtomicOrder order, Scope scope);
 void simulated_atomic_end(void* address, unsigned num_bytes, AtomicOrder order, Scope scope);
-// Bulk copies that this thread issues afterwards see its stores.
-void simulated_proxy_fence();
+// Bulk copies that this thread issues afterwards see its stores, to its block's shared memory, to
+// global memory or to both.
+void simulated_proxy_fence(bool of_shared, bool of_global);
 
 }  // namespace deep_comm::simt

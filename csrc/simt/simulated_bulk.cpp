@@ -50,6 +50,12 @@ void BulkQueue::issue_load(Fiber* self, void* smem_dst, const void* src, uint32_
   copy->barrier = barrier;
   copy->view = self->view;
   copy->num_bytes = num_bytes;
+  if (Races* races = block_of(self)->races.get()) {
+    touch_shared(self, barrier, Races::Access::kStrongRead);
+    MbarrierState& state = mbarrier_state(block_of(self), barrier);
+    if (state.load_agent == 0) state.load_agent = races->add_agent("a bulk_load");
+    races->bulk_load(self, smem_dst, num_bytes, state.load_agent, state.num_phases + 1);
+  }
   if (!delay_) finish_load(copy);
 }
 
@@ -60,6 +66,7 @@ void BulkQueue::issue_store(Fiber* self, void* dst, const void* smem_src, uint32
   copy->src = static_cast<const uint8_t*>(smem_src);
   copy->num_bytes = num_bytes;
   copy->group = self->num_committed_groups;
+  if (Races* races = block_of(self)->races.get()) races->bulk_store(self, smem_src, num_bytes);
   (self->last_bulk ? self->last_bulk->next : self->first_bulk) = copy;
   self->last_bulk = copy;
   if (!delay_) {
@@ -86,7 +93,10 @@ void BulkQueue::finish_load(BulkCopy* copy) {
   const bool done = mbarrier_complete_bytes(copy->barrier, copy->num_bytes, &error);
   if (error) executor_.fail(copy->issuer, std::string("bulk_load: ") + error);
   note_progress();
-  if (done) executor_.notify(copy->barrier);
+  if (done) {
+    complete_mbarrier_phase(block_of(copy->issuer), copy->barrier);
+    executor_.notify(copy->barrier);
+  }
   retire(copy);
 }
 
@@ -156,6 +166,7 @@ void issue_bulk_store(Fiber* self, void* global_dst, const void* smem_src, uint3
 }
 
 void finish_bulk_stores(Fiber* self, uint32_t newest_groups, bool read_only) {
+  if (Races* races = block_of(self)->races.get()) races->bulk_wait(self, newest_groups);
   t_state.simulated->bulk().finish_stores(self, newest_groups, read_only);
 }
 

@@ -309,6 +309,7 @@ std::string SimulatedExecutor::describe_run() const {
   if (!options_.weak_memory) text += " --strong-memory";
   if (!options_.delay_bulk) text += " --prompt-bulk";
   if (options_.collectives_order_memory) text += " --ordered-collectives";
+  if (options_.find_races) text += " --races";
   if (options_.on_stuck != "report") text += " --on-stuck " + options_.on_stuck;
   if (!options_.weaken.empty()) text += " --weaken " + options_.weaken;
   for (const std::string& fault : options_.faults) text += " --fault " + fault;

@@ -189,11 +189,15 @@ class SimulatedMemory {
 void require_begun(Fiber* self, const void* address);
 
 // For code that serves both machines.
-// An arrival at a barrier of the block: `view` gets what the others then see. And its end.
-void arrive_at_block(Fiber* self, View& view);
-void leave_barrier(Fiber* self, const View& view);
+// An arrival at a barrier of the block: `meeting` gets what the others then see. And its end.
+void arrive_at_block(Fiber* self, Meeting& meeting);
+void leave_barrier(Fiber* self, const Meeting& meeting);
+void leave_mbarrier(Fiber* self, const Meeting& meeting);
 // The same in a warp.
-void arrive_at_warp(Fiber* self, WarpOp op, View& view);
+void arrive_at_warp(Fiber* self, WarpOp op, Meeting& meeting);
+void leave_warp(Fiber* self, WarpOp op, const Meeting& meeting);
+// An access to an mbarrier.
+void touch_shared(Fiber* self, const uint64_t* barrier, Races::Access access);
 // Something other than a poll happened.
 void note_progress();
 

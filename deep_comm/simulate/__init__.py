@@ -85,6 +85,7 @@ def run(
     on_stuck: str = "report",
     *,
     collectives_order_memory: bool = False,
+    find_races: bool = False,
     weaken: str = "",
     timeout_s: float = 300.0,
     return_errors: bool = False,
@@ -103,6 +104,8 @@ def run(
             kernels time out as they would in life.
         collectives_order_memory: shuffles and votes order memory as sync_warp does. GPUs do this,
             PTX does not promise it.
+        find_races: an access to shared memory that nothing orders is an error. Plain accesses are
+            seen in builds with DEEP_COMM_TESTS alone.
         weaken: a place in the kernels whose order is left out, "file:line:op:relaxed", or reaches
             less far, "file:line:op:narrow". See tools/mutate.
         timeout_s: real time after which ranks still running are given up.
@@ -119,6 +122,7 @@ def run(
         stalls=list(stalls),
         on_stuck=on_stuck,
         collectives_order_memory=collectives_order_memory,
+        find_races=find_races,
         weaken=weaken,
     )
     results = run_threads(

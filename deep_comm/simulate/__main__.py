@@ -68,6 +68,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ordered-collectives", action="store_true", help="shuffles and votes order memory"
     )
+    parser.add_argument(
+        "--races",
+        action="store_true",
+        help="accesses to shared memory that nothing orders are errors (builds with tests)",
+    )
     parser.add_argument("--prompt-bulk", action="store_true", help="bulk copies complete at once")
     parser.add_argument("--on-stuck", default="report", choices=["report", "clock"])
     options = parser.parse_args(arguments)
@@ -106,6 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
                 stalls=options.stall,
                 on_stuck=options.on_stuck,
                 collectives_order_memory=options.ordered_collectives,
+                find_races=options.races,
                 weaken=options.weaken,
             )
         except (DeepCommError, MachineError, WrongResult) as error:

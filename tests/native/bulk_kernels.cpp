@@ -99,6 +99,7 @@ void bulk_store_reuse(const Args& args) {
   for (uint64_t item = 0; item < 8; ++item) {
     if (args.params[0] && item >= 1) bulk_wait_read<0>();
     for (int i = 0; i < 8; ++i) staging[i] = 1000 + item;
+    fence_proxy_async_shared();
     bulk_store(args.memory + 8 * item, const_cast<uint64_t*>(staging), 64);
     bulk_commit();
   }
@@ -113,6 +114,7 @@ void bulk_groups(const Args& args) {
     volatile uint64_t* slot = staging + 8 * (item % 2);
     bulk_wait_read<1>();
     for (int i = 0; i < 8; ++i) slot[i] = 1000 + item;
+    fence_proxy_async_shared();
     bulk_store(args.memory + 8 * item, const_cast<uint64_t*>(slot), 32);
     bulk_store(args.memory + 8 * item + 4, const_cast<uint64_t*>(slot + 4), 32);
     bulk_commit();

@@ -32,5 +32,6 @@ std::span<const Kernel> bulk_kernels();
 std::span<const Kernel> memory_kernels();
 std::span<const Kernel> waiting_kernels();
 std::span<const Kernel> push_kernels();
+std::span<const Kernel> race_kernels();
 
 }  // namespace deep_comm::test

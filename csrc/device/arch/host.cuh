@@ -409,29 +409,28 @@ inline void fence_acq_rel_sys(simt::CallSite site = simt::CallSite::here()) {
   detail::fence(detail::Scope::kSys, {"fence_acq_rel_sys", site});
 }
 
-// Both proxies see one memory here, but a bulk copy does not see buffered stores. The fence empties
-// this thread's buffer.
+// Both proxies see one memory here, but a bulk copy does not see buffered stores: a fence of global
+// memory empties this thread's buffer. That of shared memory is checked for (simt/races.hpp).
 namespace detail {
 
-inline void proxy_fence(Site site) {
+inline void proxy_fence(bool of_shared, bool of_global, Site site) {
   if (!simulated()) {
     __atomic_signal_fence(__ATOMIC_SEQ_CST);
   } else if (!site.is_left_out()) {
-    simt::simulated_proxy_fence();
+    simt::simulated_proxy_fence(of_shared, of_global);
   }
 }
 
 }  // namespace detail
 
 inline void fence_proxy_async(simt::CallSite site = simt::CallSite::here()) {
-  detail::proxy_fence({"fence_proxy_async", site});
+  detail::proxy_fence(true, true, {"fence_proxy_async", site});
 }
-// The executor does not distinguish the spaces: a fence for one is a fence for both.
 inline void fence_proxy_async_shared(simt::CallSite site = simt::CallSite::here()) {
-  detail::proxy_fence({"fence_proxy_async_shared", site});
+  detail::proxy_fence(true, false, {"fence_proxy_async_shared", site});
 }
 inline void fence_proxy_async_global(simt::CallSite site = simt::CallSite::here()) {
-  detail::proxy_fence({"fence_proxy_async_global", site});
+  detail::proxy_fence(false, true, {"fence_proxy_async_global", site});
 }
 
 // ---- warp -----------------------------------------------------------------------------
