@@ -38,8 +38,8 @@ enum class RailField : int {
   kNumSlots,
   kNumRailSendTokens,
   kNumRailSlots,
-  kCast,        // of x before it is sent: PayloadForm::cast
-  kHasWeights,  // top-k weights are sent
+  kCast,            // of x before it is sent: PayloadForm::cast
+  kHasWeights,      // top-k weights are sent
   kBadExpertIndex,  // not compared: this rank's routing had an index out of range
   kNumTokens,       // not compared: the maximum over the ranks goes to the host
   kCount
