@@ -15,10 +15,11 @@ HIDDEN = 256
 CONFIG = deep_comm.Config(8, 4, 64)  # eight blocks
 
 # What every block of a call notes, each group in its order. Of a combine's warps each notes that it
-# has left, one after the other, and the note of any of them may remain.
+# has left, one after the other, and the note of any of them may remain. Of a dispatch one thread notes
+# that all has been sent, and another one at the same time that all has come.
 STEPS_OF_EVERY_BLOCK = {
     "notify_dispatch": [("begun", "counted")],
-    "dispatch": [("begun", "entered", "sent", "received")],
+    "dispatch": [("begun", "entered", "sent"), ("entered", "received")],
     "combine": [("begun", "entered", "received"), ("entered", "left")],
     "low_latency_dispatch": [("begun", "entered", "received")],
     "low_latency_combine": [("begun", "received")],
