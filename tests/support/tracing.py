@@ -15,8 +15,8 @@ HIDDEN = 256
 CONFIG = deep_comm.Config(8, 4, 64)  # eight blocks
 
 # What every block of a call notes, each group in its order. Of a combine's warps each notes that it
-# has left, one after the other, and the note of any of them may remain. Of a dispatch one thread notes
-# that all has been sent, and another one at the same time that all has come.
+# has left, one after the other, and the note of any of them may remain. In a dispatch one thread
+# notes that all has been sent, and at the same time another one that all has come.
 STEPS_OF_EVERY_BLOCK = {
     "notify_dispatch": [("begun", "counted")],
     "dispatch": [("begun", "entered", "sent"), ("entered", "received")],
