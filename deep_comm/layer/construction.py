@@ -150,4 +150,4 @@ def require_alike(
 
 def require_decode(buffer: Buffer, shape: MoEShape) -> None:
     """The Buffer's own words for what it lacks."""
-    buffer.clean_low_latency_buffer(shape.num_slots, shape.hidden, shape.num_experts)
+    buffer.low_latency_num_blocks(shape.num_slots, shape.hidden, 1, shape.num_experts)
