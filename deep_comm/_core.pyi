@@ -216,6 +216,8 @@ class BufferCalls:
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]
     barrier: Callable[[], None]
+    def require_no_other_thread(self) -> None:
+        """Raise UnsupportedError while another thread is in a call."""
     has_pending: bool  # a dispatch has been sent, and not been received
     # of dispatch: calls with room in the region, and without; of combine; most bytes without room
     region_use: tuple[int, int, int, int, int]

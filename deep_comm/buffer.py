@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -50,7 +51,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     same order. On CUDA devices they run on the current stream; with ``previous_event``, behind
     which alone they are then, or ``async_finish`` on the Buffer's own. Without ``async_finish`` the
     current stream waits for them; with it they return an event. Calls from several streams run one
-    behind the other. On the host target they have ended when the call returns.
+    behind the other. On the host target they have ended when the call returns. One thread at a time
+    makes calls of a Buffer: one that begins a call during another thread's gets UnsupportedError.
 
     Attributes:
         rank, group_size: this rank and R.
@@ -124,7 +126,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         Raises:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
             AllocationError: on a rank without room; PeerLost on the others.
-            ConfigMismatch, TopologyError, PeerLost: on all ranks.
+            ConfigMismatch, TopologyError: on all ranks.
+            PeerLost: a rank that is named has failed, or has not come here within timeout_s (at
+                least 30 s; groups of torch.distributed).
+
+        Warns if several processes of the group have the same GPU.
         """
         if enable_shrink and not low_latency_mode:
             raise ArgumentError("enable_shrink", True, "needs low_latency_mode")
@@ -169,6 +175,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             self._context.backend.max_sms,
             is_internode=self._context.topology.num_nodes > 1,
         )
+        if self._context.sharing_ranks:
+            warnings.warn(
+                f"ranks {', '.join(map(str, self._context.sharing_ranks))} of this Buffer share a "
+                f"device ({self.device} on rank {self.rank}), where their kernels run in turns: "
+                "call torch.cuda.set_device(local_rank) before the Buffer is built, or pass "
+                "device=, unless that is meant",
+                stacklevel=2,
+            )
 
     # ---- life cycle ----------------------------------------------------------------------------
 
@@ -182,7 +196,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
         Waits for this rank's own kernels, and until the software NIC has carried out what they
         asked it for, never for a peer. The last reference to a Buffer does the same when it goes.
+
+        Raises:
+            UnsupportedError: another thread is in a call of this Buffer.
         """
+        self._context.native_calls.require_no_other_thread()
         self._finalizer()
         self._release_group()
 

@@ -282,6 +282,14 @@ class CapacityError(DeepCommError):
         self.available_rows = available_rows
 
 
+# Calls by the kernel with which they begin, where it has another name.
+_CALLS = {
+    "notify_dispatch": "dispatch",
+    "dispatch": "dispatch with a handle",
+    "internode_notify": "dispatch",
+    "internode_dispatch": "dispatch with a handle",
+    "internode_combine": "combine",
+}
 # Kinds of records after which ranks are no longer in step.
 _OUT_OF_STEP = ("peer_timeout", "masked_out", "interrupted")
 
@@ -292,7 +300,8 @@ def needs_reset(record: ErrorRecord) -> bool:
     reset(without=...), have gone on without different ranks.
     """
     if record.kind == "config_mismatch":
-        return record.kernel.startswith(("low_latency", "reset"))
+        kernels = (record.kernel, record.peer_kernel)
+        return any(kernel.startswith(("low_latency", "reset")) for kernel in kernels)
     return record.kind in _OUT_OF_STEP
 
 
@@ -330,7 +339,8 @@ def from_record(record: ErrorRecord) -> DeepCommError:
         if field == "operation":
             field = "the operation"
             if record.peer_kernel not in ("", record.kernel):
-                values = {record.rank: record.kernel, record.peer: record.peer_kernel}
+                kernels = {record.rank: record.kernel, record.peer: record.peer_kernel}
+                values = {rank: _CALLS.get(kernel, kernel) for rank, kernel in kernels.items()}
             else:
                 field += f" ({record.kernel} here: a digest of its shapes, dtypes and Config"
                 if record.seen == 0:

@@ -306,6 +306,8 @@ struct ScalesHook {
   }
 };
 
+CallContext& context_of(ScalesHook& self) { return self.of->buffer->context; }
+
 py::object LayerCalls::hook_of_scales(py::object hook, py::dict values, py::object by_expert) {
   return method_function<&ScalesHook::receive>(
       "hook",
@@ -419,6 +421,8 @@ struct PrefillReceive {
     return of->prefill_batch(std::move(result), is_bounded);
   }
 };
+
+CallContext& context_of(PrefillReceive& self) { return self.of->buffer->context; }
 
 py::object LayerCalls::begin_prefill(const Arguments<4>& given) {
   CallContext& context = buffer->context;

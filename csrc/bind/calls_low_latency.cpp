@@ -28,6 +28,8 @@ struct BoundHook {
   }
 };
 
+CallContext& context_of(BoundHook& self) { return self.of->buffer->context; }
+
 py::tuple tuple_of(const TensorSpec& spec) {
   py::tuple shape(spec.num_dims);
   for (int dim = 0; dim < spec.num_dims; ++dim) shape[dim] = spec.shape[dim];

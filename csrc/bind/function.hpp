@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "bind/errors.hpp"
+#include "host/calls/call_context.hpp"
 
 namespace deep_comm {
 
@@ -53,15 +54,17 @@ PyObject* call_method(PyObject* capsule, PyObject* const* given, Py_ssize_t coun
   auto* function = static_cast<Function*>(PyCapsule_GetPointer(capsule, Function::kName));
   Arguments<kCount> arguments;
   for (size_t position = 0; position < kCount; ++position) arguments[position] = given[position];
-  return translate(function->raise_recorded.ptr(),
-                   [&] { return std::invoke(kMethod, *function->self, arguments); });
+  return translate(function->raise_recorded.ptr(), [&] {
+    const CallContext::InCall in_call(context_of(*function->self));
+    return std::invoke(kMethod, *function->self, arguments);
+  });
 }
 
 }  // namespace detail
 
 // A function of Python's that calls kMethod with N arguments: a method of T,
 // `pybind11::object method(const Arguments<N>&)`, or a function of `(T&, const Arguments<N>&)`. It
-// keeps `self`. `name` is a literal. raise_recorded: see set_python_error; None
+// keeps `self`, of whose Buffer context_of(*self) is the CallContext. `name` is a literal. raise_recorded: see set_python_error; None
 // for calls that need none.
 //
 // NOTE: Python's collector of cycles does not see what the function holds: neither `self` nor

@@ -109,7 +109,7 @@ def build_buffer(
 ) -> tuple[MoEShape, Buffer]:
     """The shape that was settled on, and a Buffer that is large enough. Collective."""
     device = resolve_device(device)
-    rendezvous = Rendezvous(group, comm)
+    rendezvous = Rendezvous(group, comm).meet(timeout_s)
     shape, hosts = settle(shape, rendezvous, device, is_named)
     num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
     memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
