@@ -28,7 +28,7 @@ struct BoundHook {
   }
 };
 
-CallContext& context_of(BoundHook& self) { return self.of->buffer->context; }
+CallContext::InCall enter_call(BoundHook& self) { return CallContext::InCall(self.of->buffer->context); }
 
 py::tuple tuple_of(const TensorSpec& spec) {
   py::tuple shape(spec.num_dims);
