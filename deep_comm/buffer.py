@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.internode import InternodeCalls
 from deep_comm.low_latency import LowLatencyCalls
+from deep_comm.normal import NormalCalls
 from deep_comm.settings import env, integers
 from deep_comm.settings.buffer import Settings
 from deep_comm.tuning import Defaults
@@ -135,6 +137,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         if enable_shrink and not low_latency_mode:
             raise ArgumentError("enable_shrink", True, "needs low_latency_mode")
         integers.require("num_rdma_bytes", num_rdma_bytes, 0, integers.MOST_BYTES)
+        if low_latency_mode and num_rdma_bytes == 0:
+            rule = "must be get_low_latency_rdma_size_hint(...), or larger, with low_latency_mode"
+            raise ArgumentError("num_rdma_bytes", 0, rule)
         integers.require("num_qps_per_rank", num_qps_per_rank, 1, integers.LARGEST)
         if num_direct_bytes is None:
             num_direct_bytes = env.NUM_DIRECT_BYTES.get()
@@ -377,3 +382,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             shape.numel() * dtype.itemsize,
         )
         return memory.view(dtype).view(shape)
+
+
+# Python's own errors, of a misspelt keyword for one, name the class that callers know.
+for _class in (NormalCalls, InternodeCalls, LowLatencyCalls):
+    for _name, _function in vars(_class).items():
+        if inspect.isfunction(_function):
+            _function.__qualname__ = f"Buffer.{_name}"

@@ -342,7 +342,13 @@ def from_record(record: ErrorRecord) -> DeepCommError:
                 kernels = {record.rank: record.kernel, record.peer: record.peer_kernel}
                 values = {rank: _CALLS.get(kernel, kernel) for rank, kernel in kernels.items()}
             else:
-                field += f" ({record.kernel} here: a digest of its shapes, dtypes and Config"
+                digested = "its shapes, dtypes and Config"
+                if record.kernel.startswith("low_latency"):
+                    digested = (
+                        "num_max_dispatch_tokens_per_rank, hidden, top-k, num_experts, SMs, the "
+                        "format of its rows, and whether weights travel"
+                    )
+                field += f" ({record.kernel} here: a digest of {digested}"
                 if record.seen == 0:
                     field += "; 0: another node's rank disagrees with that rank"
                 field += ")"

@@ -137,7 +137,7 @@ def test_two_threads_cannot_be_in_one_buffer() -> None:
                 pool.submit(buffer.get_dispatch_layout, tokens(5, 6)["topk_idx"], 6).result()
             return counts
 
-    assert local.run(fn, 2, timeout_s=60) == [[2, 2, 2], [2, 2, 2]]
+    assert local.run(fn, 2, timeout_s=60) == [[2, 2, 2], [2, 2, 0]]
 
 
 @pytest.mark.parametrize("direct_bytes", [0, 2 << 20])
