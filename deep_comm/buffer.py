@@ -342,7 +342,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     ) -> Tensor:
         """This rank's ring space, or its low-latency region, as a tensor: to look at it; the latter
         also to zero it between calls, or to use it for something else and then call
-        clean_low_latency_buffer, which is collective from then on: ask for it on all ranks.
+        clean_low_latency_buffer, which is collective from then on: ask for it on all ranks. Between
+        nodes write there after a barrier of the ranks: the network may still read rows.
 
         Args:
             dtype: of the elements.

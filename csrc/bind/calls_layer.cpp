@@ -306,7 +306,9 @@ struct ScalesHook {
   }
 };
 
-CallContext::InCall enter_call(ScalesHook& self) { return CallContext::InCall(self.of->buffer->context); }
+CallContext::InCall enter_call(ScalesHook& self) {
+  return CallContext::InCall(self.of->buffer->context);
+}
 
 py::object LayerCalls::hook_of_scales(py::object hook, py::dict values, py::object by_expert) {
   return method_function<&ScalesHook::receive>(
@@ -422,7 +424,9 @@ struct PrefillReceive {
   }
 };
 
-CallContext::InCall enter_call(PrefillReceive& self) { return CallContext::InCall(self.of->buffer->context); }
+CallContext::InCall enter_call(PrefillReceive& self) {
+  return CallContext::InCall(self.of->buffer->context);
+}
 
 py::object LayerCalls::begin_prefill(const Arguments<4>& given) {
   CallContext& context = buffer->context;

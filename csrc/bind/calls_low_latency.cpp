@@ -28,7 +28,9 @@ struct BoundHook {
   }
 };
 
-CallContext::InCall enter_call(BoundHook& self) { return CallContext::InCall(self.of->buffer->context); }
+CallContext::InCall enter_call(BoundHook& self) {
+  return CallContext::InCall(self.of->buffer->context);
+}
 
 py::tuple tuple_of(const TensorSpec& spec) {
   py::tuple shape(spec.num_dims);

@@ -269,8 +269,8 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
   const auto run = [&]<PayloadFormat kFormat>() {
     if (can_shrink_) return launch<LowLatencyDispatchKernel<kFormat>>(config, args, stream);
     // Of both phases alike: profiles then show one kernel per operation.
-    switch (dispatch_rows(call.num_tokens, config.num_blocks, plan.stages_strips,
-                          plan.stages_rows)) {
+    switch (
+        dispatch_rows(call.num_tokens, config.num_blocks, plan.stages_strips, plan.stages_rows)) {
       case DispatchRows::kStrips:
         return run_rows.template operator()<kFormat, DispatchRows::kStrips>();
       case DispatchRows::kHalves:

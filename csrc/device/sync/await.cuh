@@ -109,57 +109,12 @@ DC_DEVICE bool renew_or_mask(const Context& context, const WaitFor& wait, uint64
   return true;
 }
 
-// Inside a node, after the deadline: the operation that `peer` has begun and this rank has not. The
-// peer has not begun this rank's, so their calls differ. kCount: there is none.
-// Reads words that order nothing: what they hold by now is what counts.
-DC_DEVICE Kernel begun_by_peer(const Context& context, int peer) {
-  constexpr Kernel kLowLatency[] = {Kernel::kLowLatencyDispatch, Kernel::kLowLatencyCombine};
-  const World& world = context.world;
-  bool is_low_latency = false;
-  for (int kind = 0; kind < 2; ++kind) {
-    if (context.kernel == kLowLatency[kind]) {
-      is_low_latency = true;
-      continue;
-    }
-    const uint32_t begun = arch::ld_relaxed_gpu(&world.low_latency_state()->records[kind][0].sequence);
-    for (int buffer_idx = 0; buffer_idx < 2; ++buffer_idx) {
-      const Tagged seen = Tagged::unpack(arch::ld_relaxed_sys(
-          world.announced(world.rank, static_cast<LowLatencyKind>(kind), buffer_idx, peer)));
-      if (seen.generation != begun && seen.has_reached(begun)) return kLowLatency[kind];
-    }
-  }
-  if (!is_low_latency) return Kernel::kCount;
-  const uint32_t ended = arch::ld_relaxed_gpu(&world.state()->generation);
-  const Tagged seen = Tagged::unpack(arch::ld_relaxed_sys(world.arrived(world.rank, peer)));
-  if (seen.generation == ended || !seen.has_reached(ended)) return Kernel::kCount;
-  return Operation::kernel_of(seen.value);
-}
-
-// True if a wait is for what shows first that a peer has begun the same operation, or for what
-// follows it.
-DC_DEVICE bool shows_operation(const Context& context, const WaitFor& wait) {
-  const bool is_in_node = context.names.own < 0;
-  const bool is_low_latency = context.kernel == Kernel::kLowLatencyDispatch ||
-                              context.kernel == Kernel::kLowLatencyCombine;
-  return is_in_node && wait.peer >= 0 && wait.peer != context.world.rank &&
-         (is_low_latency || wait.word == Word::kArrived);
-}
-
 // After the deadline: writes the error record and ends all waits of this rank.
 DC_DEVICE void fail_wait(const Context& context, const WaitFor& wait, uint64_t seen,
                          uint64_t expected, uint64_t now_ns, const WaitClock& clock) {
-  const uint64_t waited_ns = now_ns - clock.start_ns;
-  const Kernel other =
-      shows_operation(context, wait) ? begun_by_peer(context, wait.peer) : Kernel::kCount;
-  if (is_masked_out(context.world)) {
-    report_error(context, {ErrorKind::kMaskedOut, wait, seen, expected, waited_ns, -1});
-  } else if (other != Kernel::kCount) {
-    const WaitFor entry{Stage::kEntryBarrier, Word::kOperation, wait.peer, -1};
-    report_error(context, {ErrorKind::kConfigMismatch, entry,
-                           Operation::signature(other, nullptr, 0), 0, waited_ns, -1});
-  } else {
-    report_error(context, {ErrorKind::kPeerTimeout, wait, seen, expected, waited_ns, -1});
-  }
+  const ErrorKind kind =
+      is_masked_out(context.world) ? ErrorKind::kMaskedOut : ErrorKind::kPeerTimeout;
+  report_error(context, {kind, wait, seen, expected, now_ns - clock.start_ns, -1});
   abort_rank(context);
   note_gave_up(context, wait);
 }

@@ -7,28 +7,6 @@
 
 namespace deep_comm {
 
-// What a rank is about to run, in 32 bits: 4 bits for the kernel, 28 bits of a hash over its
-// arguments.
-struct Operation {
-  static Kernel kernel_of(uint64_t signature) {
-    return static_cast<Kernel>(static_cast<uint32_t>(signature) >> 28);
-  }
-
-  // The signature of no kernel. A rank sends it when its peers on the rail run something else.
-  static constexpr uint32_t kDisputed = 0;
-
-  DC_HOST_DEVICE static uint32_t signature(Kernel kernel, const int* values, int num_values) {
-    uint32_t hash = 2166136261u;  // FNV-1a over the values' bytes
-    for (int value_idx = 0; value_idx < num_values; ++value_idx) {
-      for (int byte = 0; byte < 4; ++byte) {
-        hash =
-            (hash ^ (static_cast<uint32_t>(values[value_idx]) >> (8 * byte) & 0xffu)) * 16777619u;
-      }
-    }
-    return static_cast<uint32_t>(kernel) << 28 | (hash & 0x0fffffffu);
-  }
-};
-
 // Maps ranks of a World to ranks of the group. The World of one node, or of one rail, holds only
 // some of them.
 struct RankNames {

@@ -394,7 +394,7 @@ def test_the_constructor_names_a_bad_argument(options: dict[str, Any], argument:
 
 def test_a_misspelt_keyword_is_an_error_of_the_buffer() -> None:
     def body(buffer: Buffer) -> None:
-        for call in (buffer.dispatch, buffer.internode_combine, buffer.low_latency_combine):
+        for call in (buffer.dispatch, buffer.combine, buffer.low_latency_combine):
             with pytest.raises(TypeError, match=rf"Buffer\.{call.__name__}\(\) got .*'hande'"):
                 call(None, hande=None)
 
