@@ -152,6 +152,9 @@ class Engine:
         """
     def note_interrupt(self) -> None:
         """A call ends in the middle, in Python: its kernel gives up, and the record says so."""
+    def begun_by_peer(self) -> str:
+        """Of a recorded timeout inside a node: the kernel of the operation that the peer has begun
+        and this rank has not, while it has not begun this rank's; else ""."""
     def poll_error(self) -> ErrorRecord | None:
         """The error record, if a thread has written one. Does not wait and does not clear."""
     def clear_error(self) -> None:
@@ -216,6 +219,8 @@ class BufferCalls:
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]
     barrier: Callable[[], None]
+    def require_no_other_thread(self) -> None:
+        """Raise UnsupportedError while another thread is in a call."""
     has_pending: bool  # a dispatch has been sent, and not been received
     # of dispatch: calls with room in the region, and without; of combine; most bytes without room
     region_use: tuple[int, int, int, int, int]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import inspect
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -20,6 +22,7 @@ from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.internode import InternodeCalls
 from deep_comm.low_latency import LowLatencyCalls
+from deep_comm.normal import NormalCalls
 from deep_comm.settings import env, integers
 from deep_comm.settings.buffer import Settings
 from deep_comm.tuning import Defaults
@@ -50,7 +53,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     same order. On CUDA devices they run on the current stream; with ``previous_event``, behind
     which alone they are then, or ``async_finish`` on the Buffer's own. Without ``async_finish`` the
     current stream waits for them; with it they return an event. Calls from several streams run one
-    behind the other. On the host target they have ended when the call returns.
+    behind the other. On the host target they have ended when the call returns. One thread at a time
+    makes calls of a Buffer: one that begins a call during another thread's gets UnsupportedError.
 
     Attributes:
         rank, group_size: this rank and R.
@@ -124,11 +128,18 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         Raises:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
             AllocationError: on a rank without room; PeerLost on the others.
-            ConfigMismatch, TopologyError, PeerLost: on all ranks.
+            ConfigMismatch, TopologyError: on all ranks.
+            PeerLost: a rank that is named has failed, or has not come here within timeout_s (at
+                least 30 s; groups of torch.distributed).
+
+        Warns if several processes of the group have the same GPU.
         """
         if enable_shrink and not low_latency_mode:
             raise ArgumentError("enable_shrink", True, "needs low_latency_mode")
         integers.require("num_rdma_bytes", num_rdma_bytes, 0, integers.MOST_BYTES)
+        if low_latency_mode and num_rdma_bytes == 0:
+            rule = "must be get_low_latency_rdma_size_hint(...), or larger, with low_latency_mode"
+            raise ArgumentError("num_rdma_bytes", 0, rule)
         integers.require("num_qps_per_rank", num_qps_per_rank, 1, integers.LARGEST)
         if num_direct_bytes is None:
             num_direct_bytes = env.NUM_DIRECT_BYTES.get()
@@ -169,6 +180,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             self._context.backend.max_sms,
             is_internode=self._context.topology.num_nodes > 1,
         )
+        if self._context.sharing_ranks:
+            warnings.warn(
+                f"ranks {', '.join(map(str, self._context.sharing_ranks))} of this Buffer share a "
+                f"device ({self.device} on rank {self.rank}), where their kernels run in turns: "
+                "call torch.cuda.set_device(local_rank) before the Buffer is built, or pass "
+                "device=, unless that is meant",
+                stacklevel=2,
+            )
 
     # ---- life cycle ----------------------------------------------------------------------------
 
@@ -182,7 +201,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
         Waits for this rank's own kernels, and until the software NIC has carried out what they
         asked it for, never for a peer. The last reference to a Buffer does the same when it goes.
+
+        Raises:
+            UnsupportedError: another thread is in a call of this Buffer.
         """
+        self._context.native_calls.require_no_other_thread()
         self._finalizer()
         self._release_group()
 
@@ -319,7 +342,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     ) -> Tensor:
         """This rank's ring space, or its low-latency region, as a tensor: to look at it; the latter
         also to zero it between calls, or to use it for something else and then call
-        clean_low_latency_buffer, which is collective from then on: ask for it on all ranks.
+        clean_low_latency_buffer, which is collective from then on: ask for it on all ranks. Between
+        nodes write there after a barrier of the ranks: the network may still read rows.
 
         Args:
             dtype: of the elements.
@@ -359,3 +383,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             shape.numel() * dtype.itemsize,
         )
         return memory.view(dtype).view(shape)
+
+
+# Python's own errors, of a misspelt keyword for one, name the class that callers know.
+for _class in (NormalCalls, InternodeCalls, LowLatencyCalls):
+    for _name, _function in vars(_class).items():
+        if inspect.isfunction(_function):
+            _function.__qualname__ = f"Buffer.{_name}"

@@ -282,6 +282,14 @@ class CapacityError(DeepCommError):
         self.available_rows = available_rows
 
 
+# Calls by the kernel with which they begin, where it has another name.
+_CALLS = {
+    "notify_dispatch": "dispatch",
+    "dispatch": "dispatch with a handle",
+    "internode_notify": "dispatch",
+    "internode_dispatch": "dispatch with a handle",
+    "internode_combine": "combine",
+}
 # Kinds of records after which ranks are no longer in step.
 _OUT_OF_STEP = ("peer_timeout", "masked_out", "interrupted")
 
@@ -300,12 +308,23 @@ def _ranks_of(bits: int) -> list[int]:
     return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
 
 
-def from_record(record: ErrorRecord) -> DeepCommError:
-    """The exception that says what the first failing thread of a Buffer recorded."""
+def _different_calls(record: ErrorRecord, peer_kernel: str, needs_reset: bool) -> ConfigMismatch:
+    kernels = {record.rank: record.kernel, record.peer: peer_kernel}
+    calls = {rank: _CALLS.get(kernel, kernel) for rank, kernel in kernels.items()}
+    return ConfigMismatch("the operation", calls, needs_reset)
+
+
+def from_record(record: ErrorRecord, begun_by_peer: str = "") -> DeepCommError:
+    """The exception that says what the first failing thread of a Buffer recorded.
+
+    begun_by_peer: of a timeout, the kernel that the peer runs instead.
+    """
     if record.kind == "masked_out":
         return MaskedOut(record.rank, record.kernel)
     if record.kind == "interrupted":
         return CallInterrupted(record.rank)
+    if begun_by_peer:
+        return _different_calls(record, begun_by_peer, needs_reset=True)
     if record.kind == "peer_timeout":
         return PeerTimeout(
             rank=record.rank,
@@ -328,14 +347,18 @@ def from_record(record: ErrorRecord) -> DeepCommError:
         if field == "topk_weights":
             values = {rank: "given" if value else "none" for rank, value in values.items()}
         if field == "operation":
-            field = "the operation"
             if record.peer_kernel not in ("", record.kernel):
-                values = {record.rank: record.kernel, record.peer: record.peer_kernel}
-            else:
-                field += f" ({record.kernel} here: a digest of its shapes, dtypes and Config"
-                if record.seen == 0:
-                    field += "; 0: another node's rank disagrees with that rank"
-                field += ")"
+                return _different_calls(record, record.peer_kernel, needs_reset(record))
+            digested = "its shapes, dtypes and Config"
+            if record.kernel.startswith("low_latency"):
+                digested = (
+                    "num_max_dispatch_tokens_per_rank, hidden, top-k, num_experts, SMs, the "
+                    "format of its rows, and whether weights travel"
+                )
+            field = f"the operation ({record.kernel} here: a digest of {digested}"
+            if record.seen == 0:
+                field += "; 0: another node's rank disagrees with that rank"
+            field += ")"
         return ConfigMismatch(field, values, needs_reset(record))
     if record.kind == "expert_index":
         value = record.seen if record.index >= 0 else None

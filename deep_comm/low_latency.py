@@ -103,15 +103,14 @@ class LowLatencyCalls:
         """Make the region of low-latency calls zero, if a caller may have written there.
 
         Nothing needs cleaning after calls of any mode: this only checks then that the sizes would
-        fit. Once get_local_buffer_tensor has given the region away it is collective, waits for this
-        rank's kernels and for all ranks, and zeroes the region. Not while ranks are masked
-        or absent, which would be waited for: low_latency_clean_mask_buffer zeroes it too.
+        fit. With enable_shrink, and once get_local_buffer_tensor has given the region away, it is
+        a collective low-latency call on the current stream: it ends when all ranks have begun it,
+        and as in every such call a silent rank is masked, or PeerTimeout without enable_shrink.
 
         Raises:
-            ArgumentError, BufferTooSmall: the sizes would not fit, or, with a region given away,
-                the hook of a call has not run.
-            PeerLost, UnsupportedError: with a region given away: a rank does not come; a CUDA graph
-                is being captured.
+            ArgumentError, BufferTooSmall: the sizes would not fit; or, of a collective one, the
+                hook of a call has not run.
+            ConfigMismatch, PeerTimeout, MaskedOut: as of low_latency_dispatch.
         """
         self._low_latency.num_blocks(num_max_dispatch_tokens_per_rank, hidden, 1, num_experts)
         self._low_latency_region.clean()

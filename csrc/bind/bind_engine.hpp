@@ -56,6 +56,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
   engine.def_property_readonly("data_offset", &Type::data_offset);
   engine.def_property_readonly("data_bytes", &Type::data_bytes);
   engine.def("poll_error", &Type::poll_error);
+  engine.def("begun_by_peer", &Type::begun_by_peer);
   engine.def("note_interrupt", &Type::note_interrupt);
   engine.def("clear_error", &Type::clear_error);
   engine.def("reset", &Type::reset);

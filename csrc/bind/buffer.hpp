@@ -83,6 +83,9 @@ inline pybind11::object object_of(Object object) {
   return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(object.take()));
 }
 
+inline CallContext::InCall enter_call(BoundBuffer& self) {
+  return CallContext::InCall(self.context);
+}
 inline const pybind11::object& raise_recorded_of(const BoundBuffer& self) {
   return self.python.raise_recorded;
 }

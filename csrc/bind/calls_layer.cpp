@@ -306,6 +306,10 @@ struct ScalesHook {
   }
 };
 
+CallContext::InCall enter_call(ScalesHook& self) {
+  return CallContext::InCall(self.of->buffer->context);
+}
+
 py::object LayerCalls::hook_of_scales(py::object hook, py::dict values, py::object by_expert) {
   return method_function<&ScalesHook::receive>(
       "hook",
@@ -419,6 +423,10 @@ struct PrefillReceive {
     return of->prefill_batch(std::move(result), is_bounded);
   }
 };
+
+CallContext::InCall enter_call(PrefillReceive& self) {
+  return CallContext::InCall(self.of->buffer->context);
+}
 
 py::object LayerCalls::begin_prefill(const Arguments<4>& given) {
   CallContext& context = buffer->context;

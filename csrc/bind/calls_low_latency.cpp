@@ -28,6 +28,10 @@ struct BoundHook {
   }
 };
 
+CallContext::InCall enter_call(BoundHook& self) {
+  return CallContext::InCall(self.of->buffer->context);
+}
+
 py::tuple tuple_of(const TensorSpec& spec) {
   py::tuple shape(spec.num_dims);
   for (int dim = 0; dim < spec.num_dims; ++dim) shape[dim] = spec.shape[dim];

@@ -11,11 +11,18 @@
 #include <utility>
 
 #include "bind/errors.hpp"
+#include "host/calls/call_context.hpp"
 
 namespace deep_comm {
 
 template <size_t kCount>
 using Arguments = std::array<PyObject*, kCount>;  // borrowed
+
+// Lives as long as a call. Of what has calls of its own over a Buffer; others have overloads.
+template <class Calls>
+CallContext::InCall enter_call(Calls& self) {
+  return CallContext::InCall(self.buffer->context);
+}
 
 namespace detail {
 
@@ -53,15 +60,17 @@ PyObject* call_method(PyObject* capsule, PyObject* const* given, Py_ssize_t coun
   auto* function = static_cast<Function*>(PyCapsule_GetPointer(capsule, Function::kName));
   Arguments<kCount> arguments;
   for (size_t position = 0; position < kCount; ++position) arguments[position] = given[position];
-  return translate(function->raise_recorded.ptr(),
-                   [&] { return std::invoke(kMethod, *function->self, arguments); });
+  return translate(function->raise_recorded.ptr(), [&] {
+    [[maybe_unused]] const auto in_call = enter_call(*function->self);
+    return std::invoke(kMethod, *function->self, arguments);
+  });
 }
 
 }  // namespace detail
 
 // A function of Python's that calls kMethod with N arguments: a method of T,
 // `pybind11::object method(const Arguments<N>&)`, or a function of `(T&, const Arguments<N>&)`. It
-// keeps `self`. `name` is a literal. raise_recorded: see set_python_error; None
+// keeps `self`, for which there is an enter_call. `name` is a literal. raise_recorded: see set_python_error; None
 // for calls that need none.
 //
 // NOTE: Python's collector of cycles does not see what the function holds: neither `self` nor

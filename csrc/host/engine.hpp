@@ -121,6 +121,9 @@ class Engine final : public EngineCalls {
   void quiet_rail();
 
   std::optional<ErrorRecord> poll_error() const override;
+  // Of a recorded timeout inside a node: the kernel of the operation that the peer has begun and this
+  // rank has not, while it has not begun this rank's; else "". Their calls differ then.
+  std::string begun_by_peer();
   void note_interrupt() override;
   // The word that says there is a record.
   const uint32_t* error_flag() const {

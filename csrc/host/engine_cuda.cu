@@ -83,13 +83,12 @@ void CudaTarget::copy_in(void* memory, const void* source, size_t num_bytes) {
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
-void CudaTarget::store_beside_kernels(uint32_t* word, uint32_t value) {
+void CudaTarget::copy_beside_kernels(void* to, const void* from, size_t num_bytes) {
   // A stream of its own: those of the kernels end behind them.
   const CudaDeviceScope scope(device_);
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  const cudaError_t copied =
-      cudaMemcpyAsync(word, &value, sizeof(value), cudaMemcpyHostToDevice, stream);
+  const cudaError_t copied = cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream);
   const cudaError_t ended = cudaStreamSynchronize(stream);
   cudaStreamDestroy(stream);
   check(copied, "cudaMemcpyAsync");

@@ -189,6 +189,44 @@ std::optional<ErrorRecord> Engine<Target>::poll_error() const {
 }
 
 template <class Target>
+std::string Engine<Target>::begun_by_peer() {
+  check_open();
+  const ErrorBlock& block = *world_.error;
+  const auto kernel = static_cast<Kernel>(block.kernel);
+  const int peer = block.peer;
+  if (detail::load_acquire(&block.is_written) == 0 || is_internode() || peer < 0 ||
+      peer >= world_.num_ranks || block.kind != static_cast<uint32_t>(ErrorKind::kPeerTimeout)) {
+    return {};
+  }
+  constexpr Kernel kLowLatency[] = {Kernel::kLowLatencyDispatch, Kernel::kLowLatencyCombine};
+  const bool is_low_latency = kernel == kLowLatency[0] || kernel == kLowLatency[1];
+  const auto load = [&](const auto* word) { return target_.load_beside_kernels(word); };
+  Kernel other = Kernel::kCount;
+  for (int kind = 0; kind < 2; ++kind) {
+    const uint32_t begun = load(&world_.low_latency_state()->records[kind][0].sequence);
+    for (int buffer_idx = 0; buffer_idx < 2; ++buffer_idx) {
+      const Tagged seen = Tagged::unpack(
+          load(world_.announced(world_.rank, static_cast<LowLatencyKind>(kind), buffer_idx, peer)));
+      if (kernel == kLowLatency[kind]) {
+        if (seen.has_reached(begun)) return {};  // it has begun this rank's operation
+      } else if (seen.generation != begun && seen.has_reached(begun)) {
+        other = kLowLatency[kind];
+      }
+    }
+  }
+  const Tagged seen = Tagged::unpack(load(world_.arrived(world_.rank, peer)));
+  if (is_low_latency) {
+    const uint32_t ended = load(&world_.state()->generation);
+    if (seen.generation != ended && seen.has_reached(ended))
+      other = Operation::kernel_of(seen.value);
+  } else if (block.word != static_cast<uint32_t>(Word::kArrived) ||
+             seen.has_reached(Tagged::unpack(block.expected).generation)) {
+    return {};  // likewise
+  }
+  return other == Kernel::kCount ? "" : kKernelNames[static_cast<int>(other)];
+}
+
+template <class Target>
 void Engine<Target>::clear_error() {
   check_open();
   LocalState* state = world_.state();

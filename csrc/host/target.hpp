@@ -12,6 +12,7 @@
 //   void  fill_zero(void* heap_memory, size_t) when no kernel runs
 //   void  store(T* heap_word, T value)         when no kernel runs
 //   void  store_beside_kernels(uint32_t* heap_word, uint32_t value)   whatever runs
+//   T     load_beside_kernels(const T* heap_word)                     likewise
 //   RailPort open_rail(RailPort, int num_peers, uint64_t timeout_ns, const RailOptions&)
 //                                              what its kernels need filled in; close_rail() ends it
 //   void  quiet_rail()                         when no kernel runs: everything put has landed

@@ -61,7 +61,15 @@ class CudaTarget {
   void store(T* word, T value) {
     copy_in(word, &value, sizeof(T));
   }
-  void store_beside_kernels(uint32_t* word, uint32_t value);
+  void store_beside_kernels(uint32_t* word, uint32_t value) {
+    copy_beside_kernels(word, &value, sizeof(value));
+  }
+  template <class T>
+  T load_beside_kernels(const T* word) {
+    T value{};
+    copy_beside_kernels(&value, word, sizeof(T));
+    return value;
+  }
   RailPort open_rail(RailPort port, int num_peers, uint64_t timeout_ns, const RailOptions& options);
   void close_rail() {
     nic_.reset();
@@ -80,6 +88,7 @@ class CudaTarget {
 
  private:
   void copy_in(void* memory, const void* source, size_t num_bytes);
+  void copy_beside_kernels(void* to, const void* from, size_t num_bytes);
 
   int device_;
   // Of a group of several nodes, one of them.

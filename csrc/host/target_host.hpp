@@ -97,6 +97,10 @@ class HostTarget {
   void store_beside_kernels(uint32_t* word, uint32_t value) {
     __atomic_store_n(word, value, __ATOMIC_RELAXED);
   }
+  template <class T>
+  T load_beside_kernels(const T* word) {
+    return __atomic_load_n(word, __ATOMIC_RELAXED);
+  }
   RailPort open_rail(RailPort port, int num_peers, uint64_t /*timeout_ns*/,
                      const RailOptions& options) {
     near_peers_ = std::make_shared<std::vector<RailPeer>>();

@@ -50,6 +50,7 @@ class Backend(Protocol):
     """One target on one device, for one Buffer."""
 
     device: torch.device
+    unique_device: str | None  # which GPU of the world; None: ranks may share the device
     is_synchronous: bool  # kernels have ended when an engine call returns
     max_sms: int | None  # blocks that can run at once; None: no limit
     streams: object  # of the device, for native code: see _core.streams

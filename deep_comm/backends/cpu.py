@@ -113,6 +113,7 @@ class _SegmentHeap(_HostHeap):
 
 class CpuBackend:
     device = _HOST
+    unique_device: str | None = None
     is_synchronous = True
     max_sms: int | None = None
 

@@ -121,6 +121,8 @@ class CudaBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index: int = device.index
+        # Not the index: processes may number the devices that they see differently.
+        self.unique_device: str | None = str(torch.cuda.get_device_properties(device).uuid)
         major, minor = torch.cuda.get_device_capability(device)
         built = {architecture.rstrip("af") for architecture in _architectures()}
         if f"{major}{minor}" not in built:

@@ -92,14 +92,16 @@ class ElasticBuffer(ElasticCalls, Refused):
                 group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
                 allow_hybrid_mode, allow_multiple_reduction,
             )  # fmt: skip
-        num_nvl_bytes, num_rdma_bytes = shared_out(num_bytes, topology_of(group), hidden)
+        timeout_s = checks.timeout_s("num_gpu_timeout_secs", num_gpu_timeout_secs)
+        topology = topology_of(group, timeout_s)
+        num_nvl_bytes, num_rdma_bytes = shared_out(num_bytes, topology, hidden)
         self._buffer = deep_comm.Buffer(
             group,
             num_nvl_bytes,
             num_rdma_bytes,
             num_qps_per_rank=num_allocated_qps or _DEFAULT_NUM_QPS,
             explicitly_destroy=explicitly_destroy,
-            timeout_s=float(num_gpu_timeout_secs),
+            timeout_s=timeout_s,
             device=device,
         )
         topology = self._buffer._context.topology

@@ -25,9 +25,9 @@ def align(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-def topology_of(group: Any) -> Topology:
-    """Collective."""
-    hosts = Rendezvous(group).all_gather_object(host_identity())
+def topology_of(group: Any, timeout_s: float | None = None) -> Topology:
+    """Collective; see Rendezvous.meet for the time."""
+    hosts = Rendezvous(group).meet(timeout_s).all_gather_object(host_identity())
     return discover(hosts, requested_ranks_per_node(None))
 
 

@@ -36,12 +36,17 @@ def low_latency_bytes(num_max_tokens: int, hidden: int, num_ranks: int, num_expe
 
 
 def bytes_to_allocate(
-    group: object, comm: object, num_rdma_bytes: int, enable_shrink: bool = False
+    group: object,
+    comm: object,
+    num_rdma_bytes: int,
+    enable_shrink: bool = False,
+    timeout_s: float | None = None,
 ) -> int:
     """For a low-latency Buffer of ``num_rdma_bytes``. Collective: ranks may have asked for the hint
     on one of them only, and how many nodes there are is not known before."""
     known = set() if env.DEEP_EP_FULL_RDMA.get() else _hinted.get(num_rdma_bytes, set())
-    told = Rendezvous(group, comm).all_gather_object((sorted(known), host_identity()))
+    rendezvous = Rendezvous(group, comm).meet(timeout_s)
+    told = rendezvous.all_gather_object((sorted(known), host_identity()))
     shapes = {shape for of_rank, _ in told for shape in of_rank}
     if not shapes:
         return num_rdma_bytes

@@ -131,7 +131,7 @@ class Buffer(deep_comm.Buffer):
         allocated_bytes = num_rdma_bytes
         if low_latency_mode:
             allocated_bytes = hints.bytes_to_allocate(
-                group, comm, num_rdma_bytes, bool(enable_shrink)
+                group, comm, num_rdma_bytes, bool(enable_shrink), own.get("timeout_s")
             )
         super().__init__(
             group,

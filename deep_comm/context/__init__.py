@@ -25,6 +25,7 @@ from deep_comm.ranks.topology import (
     memory_identity,
     requested_ranks_per_node,
     require_supported,
+    sharing_ranks,
 )
 from deep_comm.settings import env
 from deep_comm.settings.buffer import Settings
@@ -84,9 +85,16 @@ class Context:
             )
             # The last one names the Buffer, as rank 0 says.
             identities = self.rendezvous.all_gather_object(
-                (host_identity(), memory_identity(), uuid.uuid4().hex[:12])
+                (
+                    host_identity(), memory_identity(), self.backend.unique_device,
+                    uuid.uuid4().hex[:12],
+                )
+            )  # fmt: skip
+            hosts, memories, devices, names = zip(*identities, strict=True)
+            # Threads that share a device have been given it.
+            self.sharing_ranks = (
+                [] if self.rendezvous.in_process else sharing_ranks(devices, self.rank)
             )
-            hosts, memories, names = zip(*identities, strict=True)
             self.topology: Topology = discover(hosts, ranks_per_node)
             require_supported(self.topology)
             # What the host target needs to reach a rank is its memory.

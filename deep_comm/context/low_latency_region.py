@@ -9,10 +9,11 @@ from torch import Tensor
 
 from deep_comm import _core
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.errors import ArgumentError
 from deep_comm.handle import LowLatencyHandle
 from deep_comm.settings import checks, env
 
+_LEAST_HIDDEN = 8
 _MAX_BLOCKS = 160  # of a low-latency kernel
 _MAX_TOPK = 64
 
@@ -63,23 +64,30 @@ class LowLatencyRegion:
         self.is_lent = False
 
     def clean(self) -> None:
-        """Zero the region, if anybody has seen it. Collective then."""
+        """Zero the region, if anybody has seen it. Collective then, and with masks always."""
         ctx = self._ctx
-        if not self.is_lent or ctx.absent or (ctx.enable_shrink and self._masked().any()):
+        if not self.is_lent and not ctx.enable_shrink:
             return
-        if ctx.backend.is_capturing():
-            raise UnsupportedError("clean_low_latency_buffer waits for all ranks: not in a graph")
         if self._calls.has_pending:
             raise ArgumentError("hook", None, "must be called before clean_low_latency_buffer")
         with ctx.backend.device_scope():
-            ctx.synchronize()
-            ctx.engine.quiet_rail()
-            ctx.rendezvous.barrier()  # nobody's rows are on their way here
+            self._barrier()  # nobody's rows are on their way here
+            if not self.is_lent:
+                return
             ctx.heap.view(
                 ctx.low_latency_end - ctx.low_latency_bytes, ctx.low_latency_bytes
             ).zero_()
-            ctx.synchronize()
-            ctx.rendezvous.barrier()  # nobody sends before all regions are zero
+            self._barrier()  # nobody sends before all regions are zero
+
+    def _barrier(self) -> None:
+        """A dispatch without tokens: it ends once every rank has begun it, or is masked."""
+        x = torch.empty(0, _LEAST_HIDDEN, dtype=torch.bfloat16, device=self._ctx.device)
+        topk_idx = torch.empty(0, 1, dtype=torch.int64, device=self._ctx.device)
+        is_compact, nothing = True, (None, None)
+        self._calls.dispatch(
+            x, topk_idx, 1, 1, *nothing, False, False, False, False, False, None, is_compact,
+            False, False, None,
+        )  # fmt: skip
 
     # ---- masks ---------------------------------------------------------------------------------
 

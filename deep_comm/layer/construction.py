@@ -109,7 +109,7 @@ def build_buffer(
 ) -> tuple[MoEShape, Buffer]:
     """The shape that was settled on, and a Buffer that is large enough. Collective."""
     device = resolve_device(device)
-    rendezvous = Rendezvous(group, comm)
+    rendezvous = Rendezvous(group, comm).meet(timeout_s)
     shape, hosts = settle(shape, rendezvous, device, is_named)
     num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
     memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
@@ -150,4 +150,4 @@ def require_alike(
 
 def require_decode(buffer: Buffer, shape: MoEShape) -> None:
     """The Buffer's own words for what it lacks."""
-    buffer.clean_low_latency_buffer(shape.num_slots, shape.hidden, shape.num_experts)
+    buffer.low_latency_num_blocks(shape.num_slots, shape.hidden, 1, shape.num_experts)

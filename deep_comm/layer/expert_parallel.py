@@ -124,9 +124,8 @@ class ExpertParallel:
                 shape, is_named, mode, group, comm, device, ranks_per_node, timeout_s
             )
         else:
-            shape, _ = construction.settle(
-                shape, buffer._context.rendezvous, buffer.device, is_named
-            )
+            rendezvous = buffer._context.rendezvous.meet(timeout_s)
+            shape, _ = construction.settle(shape, rendezvous, buffer.device, is_named)
         self.shape, self.buffer = shape, buffer
         num_ranks = buffer.group_size
         ctx = buffer._context

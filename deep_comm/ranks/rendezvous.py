@@ -9,17 +9,18 @@ import atexit
 import ctypes
 import datetime
 import pickle
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from deep_comm.errors import ArgumentError, BufferDestroyed, ConfigMismatch, PeerLost
 from deep_comm.ranks.topology import member_identity
+from deep_comm.settings import checks, env
 
 T = TypeVar("T")
 
-_TAG = 0x6463  # not one that programs use between the same ranks
+_ROUND = "deep_comm.meeting"  # in a group's store
+
 LEAST_MEETING_S = 30.0
 """How long a rank waits at least for the others to build their Buffers: programs start unevenly."""
 
@@ -103,33 +104,37 @@ class _TorchGroup:
             raise PeerLost(f"a rank was lost while the ranks exchanged data: {error}") from error
 
     def absent_after(self, timeout_s: float) -> list[int]:
-        """Ranks that have not called this within the time; [] where waits cannot be bounded."""
-        from torch import distributed, empty, uint8
+        """Ranks that have not called this within the time; [] where waits cannot be bounded.
 
-        if "gloo" not in distributed.get_backend_config(self._group):
-            return []
-        peers = [peer for peer in range(self.size()) if peer != self.rank()]
-        tokens = [empty(1, dtype=uint8, device="cpu") for _ in range(len(peers) + 1)]
-        end = time.monotonic() + timeout_s
-        receives: list[Any] = []
-        sends, absent = [], []
-        options = {"group": self._group, "tag": _TAG}
+        Over the group's store, which serves every backend and stays usable after a failure. Ranks
+        meet in rounds. Whoever leaves a round, with all ranks or without, begins the next one, so
+        that a rank that was late the last time finds the others.
+        """
+        from torch.distributed import distributed_c10d
+
         try:
-            for peer, token in zip(peers, tokens, strict=False):
-                sends.append(distributed.isend(tokens[-1], group_dst=peer, **options))
-                receives.append(distributed.irecv(token, group_src=peer, **options))
-        except RuntimeError as error:
-            raise PeerLost(
-                f"a rank was lost before it came to build its Buffer: {error}"
-            ) from error
-        # gloo cancels a send that nobody holds.
-        _kept.append([tokens, sends])
-        for peer, work in zip(peers, receives, strict=True):
-            left = datetime.timedelta(seconds=max(end - time.monotonic(), 0.001))
+            store = distributed_c10d._get_process_group_store(self._group)
+        except (AttributeError, KeyError):  # a group that torch does not know
+            return []
+        ranks, own = range(self.size()), self.rank()
+        try:
+            current = store.compare_set(_ROUND, "", "0").decode()
+
+            def key(peer: int, number: str = current) -> str:
+                return f"{_ROUND}.{number}.{peer}"
+
+            store.set(key(own), "")
             try:
-                work.wait(left)
-            except RuntimeError:
-                absent.append(peer)
+                store.wait([*map(key, ranks)], datetime.timedelta(seconds=timeout_s))
+            except RuntimeError:  # the time is over, or the store has ended
+                absent = [peer for peer in ranks if not store.check([key(peer)])]
+            else:
+                absent = []
+            store.compare_set(_ROUND, current, str(int(current) + 1))
+            if not absent and current != "0":  # all have left the round before
+                store.delete_key(key(own, str(int(current) - 1)))
+        except RuntimeError as error:
+            raise PeerLost(f"a rank was lost while the ranks met: {error}") from error
         return absent
 
 
@@ -212,18 +217,23 @@ class Rendezvous:
     def barrier(self) -> None:
         self.all_gather_object(None)
 
-    def meet(self, timeout_s: float) -> None:
-        """Raise PeerLost if a rank does not come here in time, where the group can bound a wait."""
+    def meet(self, timeout_s: float | None) -> Rendezvous:
+        """Raise PeerLost if a rank does not come here in time, where the group can bound a wait.
+
+        Before the first exchange of whatever is built. None: DEEP_COMM_TIMEOUT_S.
+        """
         if not isinstance(self._group, _TorchGroup):
-            return
-        limit_s = max(timeout_s, LEAST_MEETING_S)
+            return self
+        given_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
+        limit_s = max(checks.timeout_s("timeout_s", given_s), LEAST_MEETING_S)
         absent = self._group.absent_after(limit_s)
         if absent:
             named = ", ".join(map(str, absent))
             raise PeerLost(
                 f"rank {named} did not come to build its Buffer within {limit_s:g} s: it has "
-                "ended, has failed before, or builds none"
+                "ended, has failed before, or builds none; its own error is the cause"
             )
+        return self
 
     def all_gather_result(self, what: str, step: Callable[[], T]) -> list[T]:
         """Run ``step`` on every rank and gather the results; if it fails on one, raise on all.

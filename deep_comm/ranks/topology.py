@@ -124,3 +124,10 @@ def require_supported(topology: Topology) -> None:
             f"{MAX_RANKS_PER_NODE} are supported (ranks_per_node= makes several logical nodes of "
             "one)"
         )
+
+
+def sharing_ranks(devices: Sequence[str | None], rank: int) -> list[int]:
+    """The ranks whose device is that of ``rank``; [] if it has it alone, or has none."""
+    own = devices[rank]
+    found = [peer for peer, device in enumerate(devices) if device == own and own is not None]
+    return found if len(found) > 1 else []

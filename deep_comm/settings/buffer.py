@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deep_comm import errors
 from deep_comm.settings import checks, integers
 
 if TYPE_CHECKING:
@@ -48,10 +47,7 @@ class Settings:
                 "num_direct_bytes", self.num_direct_bytes, 0, self.num_nvl_bytes,
                 note=" (num_nvl_bytes)",
             )  # fmt: skip
-        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < 1e9:
-            raise errors.ArgumentError(
-                "timeout_s", self.timeout_s, "must be a number of seconds above 0 and below 1e9"
-            )
+        checks.timeout_s("timeout_s", self.timeout_s)
         integers.require("trace", self.trace_calls, 0, _MOST_TRACE_CALLS)
 
     def direct_bytes(self) -> int:

@@ -77,5 +77,11 @@ def num_experts(value: Any, num_max_experts: int) -> int:
     return integers.require("num_experts", value, 1, num_max_experts, note=note)
 
 
+def timeout_s(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or not 0 < value < 1e9:
+        raise ArgumentError(name, value, "must be a number of seconds above 0 and below 1e9")
+    return float(value)
+
+
 def expert_alignment(value: Any) -> int:
     return integers.require("expert_alignment", value, 1, MAX_EXPERT_ALIGNMENT)

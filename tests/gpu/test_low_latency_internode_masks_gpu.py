@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from low_latency import LowLatencyCase, Pair, open_buffer
-from low_latency_masks import DEAD, STAGES, case_of, survive, verify_outcomes
+from low_latency_masks import CLEAN, DEAD, STAGES, case_of, survive, verify_outcomes
 
 from deep_comm import MaskedOut, processes
 
@@ -37,7 +37,7 @@ def pool() -> Iterator[processes.Pool]:
 
 
 @pytest.mark.parametrize("num_ranks, per_node, dead", SHAPES)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, CLEAN])
 @pytest.mark.gpu
 def test_processes_go_on_when_some_are_killed(
     pool: processes.Pool, stage: str, num_ranks: int, per_node: int, dead: tuple[int, ...]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from low_latency_masks import DEAD, STAGES, case_of, survive, verify_outcomes
+from low_latency_masks import CLEAN, DEAD, STAGES, case_of, survive, verify_outcomes
 
 from deep_comm import processes
 
@@ -23,7 +23,7 @@ def pool() -> Iterator[processes.Pool]:
 
 
 @pytest.mark.parametrize("dead", [(DEAD,), SHARING], ids=["rank", "device"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, CLEAN])
 def test_processes_go_on_when_some_are_killed(
     pool: processes.Pool, stage: str, dead: tuple[int, ...]
 ) -> None:

@@ -275,6 +275,8 @@ def installed() -> Iterator[Log]:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        properties = types.SimpleNamespace(uuid="GPU-0")
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         backend = importlib.import_module("deep_comm.backends.cuda").CudaBackend
         patch.setattr("deep_comm.backends.cuda.make_framework", _framework(log))

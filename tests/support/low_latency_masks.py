@@ -30,6 +30,7 @@ from deep_comm.reference import low_latency as reference
 
 NUM_CALLS, LAST_CALL, DEAD = 5, 2, 1  # the dead ranks end in the third call
 STAGES = ("before dispatch", "in dispatch", "after dispatch", "in combine", "after combine")
+CLEAN = "before clean"  # another one, of ranks that use their region between calls
 DEADLINE_S = 3.0  # a living rank on a busy machine must not run into it
 
 
@@ -69,9 +70,17 @@ def run_until(
         hook()
         if is_last and stage == "after combine":
             die()
+        received = pair.received()
+        if stage == CLEAN:
+            region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+            if case.ranks_per_node is None:  # else the network may still read rows there
+                region.fill_(0xFF)
+            if is_last:
+                die()
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
         mask = torch.full((case.num_ranks,), 7, dtype=torch.int32, device=buffer.device)
         buffer.low_latency_query_mask_buffer(mask)
-        results.append((pair.received(), mask.tolist(), time.monotonic() - started))
+        results.append((received, mask.tolist(), time.monotonic() - started))
     return results
 
 
@@ -95,7 +104,7 @@ def verify_survivors(
         # Where the dead ranks still send, their rows count: they have announced them in full.
         sends = call < LAST_CALL or (call == LAST_CALL and stage != "before dispatch")
         returns = call < LAST_CALL or (
-            call == LAST_CALL and stage in ("in combine", "after combine")
+            call == LAST_CALL and stage in ("in combine", "after combine", CLEAN)
         )
         for rank in () if sends else dead:
             xs[rank], weights[rank] = xs[rank][:0], weights[rank][:0]
@@ -128,7 +137,7 @@ def verify_survivors(
             what = f"{stage}, rank {rank}, call {call}"
             verify_rows(case, got, dispatched[rank], what)
             assert_same_bits(got.combined_x, combined[rank], f"{what}: combined_x")
-            noticed = call > LAST_CALL or (call == LAST_CALL and not returns)
+            noticed = call > LAST_CALL or (call == LAST_CALL and (stage == CLEAN or not returns))
             assert mask == [int(noticed and peer in dead) for peer in range(case.num_ranks)], what
 
 

@@ -213,10 +213,7 @@ struct LowLatencyBuffer {
   LowLatencyKind kind;
   int buffer_idx;
 
-  DC_HOST_DEVICE LowLatencyState* state() const {
-    return reinterpret_cast<LowLatencyState*>(world.bases[world.rank] +
-                                              world.layout.low_latency.state);
-  }
+  DC_HOST_DEVICE LowLatencyState* state() const { return world.low_latency_state(); }
   DC_HOST_DEVICE LowLatencyRecord* record(int block) const {
     return &state()->records[static_cast<int>(kind)][block];
   }
@@ -229,8 +226,7 @@ struct LowLatencyBuffer {
                                        line * kLineBytes);
   }
   DC_HOST_DEVICE uint64_t* announced(int owner, int source) const {
-    return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.announced) +
-           (static_cast<size_t>(kind) * 2 + buffer_idx) * kMaxRanks + source;
+    return world.announced(owner, kind, buffer_idx, source);
   }
   DC_HOST_DEVICE uint64_t* counts(int owner, int source) const {
     return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.counts) +

@@ -220,6 +220,15 @@ struct World {
   DC_HOST_DEVICE int32_t* layout_counts() const {
     return reinterpret_cast<int32_t*>(bases[rank] + layout.layout_counts);
   }
+  DC_HOST_DEVICE LowLatencyState* low_latency_state() const {
+    return reinterpret_cast<LowLatencyState*>(bases[rank] + layout.low_latency.state);
+  }
+  // The word in `owner`'s segment by which `from` says that it has begun a low-latency operation.
+  DC_HOST_DEVICE uint64_t* announced(int owner, LowLatencyKind kind, int buffer_idx,
+                                     int from) const {
+    return reinterpret_cast<uint64_t*>(bases[owner] + layout.low_latency.announced) +
+           (static_cast<size_t>(kind) * 2 + buffer_idx) * kMaxRanks + from;
+  }
   DC_HOST_DEVICE int32_t* masked(int peer) const {
     return reinterpret_cast<int32_t*>(bases[rank] + layout.low_latency.masked) + peer;
   }

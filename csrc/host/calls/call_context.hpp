@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -69,6 +70,24 @@ struct RailReads {
 
 class CallContext {
  public:
+  // While a thread is in a call. A call lets go of the interpreter's lock where it waits, so that
+  // another thread could begin one in its middle: that is refused. The thread itself may, as a
+  // handler of a signal does.
+  class InCall {
+   public:
+    explicit InCall(CallContext& context) : context_(context), before_(context.caller_) {
+      context.require_no_other_thread();
+      context.caller_ = std::this_thread::get_id();
+    }
+    ~InCall() { context_.caller_ = before_; }
+    InCall(const InCall&) = delete;
+    InCall& operator=(const InCall&) = delete;
+
+   private:
+    CallContext& context_;
+    const std::thread::id before_;
+  };
+
   CallContext(GroupShape group, EngineCalls& engine, std::shared_ptr<StreamOrder> order,
               Memory memory, RingResources rings, std::string device_name)
       : group(group),
@@ -141,6 +160,12 @@ class CallContext {
     require_open();
     fail(CallError::Class::kRecorded, {});
   }
+  void require_no_other_thread() const {
+    if (caller_ == std::thread::id() || caller_ == std::this_thread::get_id()) return;
+    fail(CallError::Class::kUnsupported,
+         "another thread is in a call of this Buffer: let one thread at a time make its calls, in "
+         "the same order on all ranks, or give each thread a Buffer of its own");
+  }
   void require_open() const {
     if (engine.is_open()) return;
     fail(CallError::Class::kBufferDestroyed, "the Buffer was used after destroy()");
@@ -173,6 +198,7 @@ class CallContext {
 
  private:
   std::shared_ptr<StreamOrder> shared_order_;
+  std::thread::id caller_;  // the thread that is in a call; guarded by the interpreter's lock
 };
 
 }  // namespace deep_comm

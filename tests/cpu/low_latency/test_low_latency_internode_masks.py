@@ -11,6 +11,7 @@ import forked
 import pytest
 from low_latency import LowLatencyCase, Pair, open_buffer
 from low_latency_masks import (
+    CLEAN,
     DEAD,
     STAGES,
     case_of,
@@ -71,6 +72,11 @@ def leave(stage: str, variant: str, seed: int) -> None:
 def test_every_schedule_goes_on_without_ranks_that_leave(stage: str, variant: str) -> None:
     for seed in range(8):
         leave(stage, variant, seed)
+
+
+def test_cleaning_is_a_barrier_that_masks_ranks_that_leave_before_it() -> None:
+    for seed in range(3):
+        leave(CLEAN, "packed", seed)
 
 
 # ---- a rank that stops at any step --------------------------------------------------------------

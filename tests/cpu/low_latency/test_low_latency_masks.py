@@ -9,6 +9,7 @@ import pytest
 import torch
 from low_latency import LowLatencyCase, Pair, open_buffer
 from low_latency_masks import (
+    CLEAN,
     DEAD,
     STAGES,
     case_of,
@@ -48,6 +49,11 @@ def test_every_schedule_goes_on_without_a_rank_that_leaves(stage: str, variant: 
     )
     for seed in range(4):
         simulate_survivors(case, stage, seed)
+
+
+def test_cleaning_is_a_barrier_that_masks_a_rank_that_leaves_before_it() -> None:
+    for seed in range(4):
+        simulate_survivors(case_of(calls=4), CLEAN, seed)
 
 
 def stop(seed: int, faults: tuple[str, ...] = ()) -> str | None:

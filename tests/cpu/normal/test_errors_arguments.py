@@ -371,6 +371,7 @@ def test_a_given_config_that_does_not_fit_is_not_shrunk() -> None:
         ({"num_nvl_bytes": 1 << 64}, "num_nvl_bytes"),
         ({"num_nvl_bytes": 8, "num_direct_bytes": 9}, "num_direct_bytes"),
         ({"num_rdma_bytes": -1}, "num_rdma_bytes"),
+        ({"low_latency_mode": True}, "num_rdma_bytes"),
         ({"num_qps_per_rank": 0}, "num_qps_per_rank"),
         ({"num_max_experts": 0}, "num_max_experts"),
         ({"num_max_experts": 1 << 40}, "num_max_experts"),
@@ -389,6 +390,15 @@ def test_the_constructor_names_a_bad_argument(options: dict[str, Any], argument:
     with pytest.raises(ArgumentError) as caught:
         _alone(lambda buffer: None, **{"num_nvl_bytes": 0, **options})
     assert caught.value.argument == argument
+
+
+def test_a_misspelt_keyword_is_an_error_of_the_buffer() -> None:
+    def body(buffer: Buffer) -> None:
+        for call in (buffer.dispatch, buffer.combine, buffer.low_latency_combine):
+            with pytest.raises(TypeError, match=rf"Buffer\.{call.__name__}\(\) got .*'hande'"):
+                call(None, hande=None)
+
+    _alone(body)
 
 
 @pytest.mark.parametrize("new_num_sms", [0, 2.5, "24"])

@@ -112,7 +112,9 @@ def step(group: Any, async_finish: bool) -> None:
     scale = torch.where(recv_ids >= 0, (recv_ids + first + 1) * recv_probs, 0.0)
     rows = (recv_x.float() * scale.sum(dim=1, keepdim=True)).to(torch.bfloat16)
     out = FusedCombine.apply(rows, group, handle, async_finish)
-    out.sum().backward()
+    # Contiguous, as those of the layers above are: the copy of another gradient would be made after
+    # previous_event, so that the call need not wait for it.
+    out.backward(torch.ones_like(out))
     dense_x = x.detach().clone().requires_grad_()
     dense_probs = probs.detach().clone().requires_grad_()
     drop_in.dense(dense_x, ids, dense_probs).sum().backward()
