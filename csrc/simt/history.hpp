@@ -39,6 +39,8 @@ struct Release {
   Scope scope = Scope::kSys;
   int rank = 0;
   const Block* block = nullptr;
+  // Not 0: a release of a wider scope that is carried as well, for those whom this one does not reach.
+  uint32_t wider = 0;
 };
 
 // Old changes are forgotten: then everybody sees them, which is stronger than the model demands.

@@ -178,22 +178,35 @@ uint32_t SimulatedMemory::join_releases(uint32_t earlier, uint32_t later) {
   if (later == 0) return earlier;
   const Release first = history_.release(earlier, history_.now());
   Release joined = history_.release(later, history_.now());
-  if (joined.scope >= first.scope && joined.view.covers(first.view)) return later;
+  if (joined.scope >= first.scope && first.wider == 0 && joined.view.covers(first.view)) {
+    return later;
+  }
   if (joined.rank < 0) {
     joined.rank = first.rank;
     joined.block = first.block;
   }
+  // Those whom the narrower one reaches get both, the others the wider one alone.
+  if (first.scope < joined.scope) {
+    joined.wider = join_releases(first.wider, later);
+  } else if (first.scope > joined.scope) {
+    joined.wider = join_releases(earlier, joined.wider);
+  } else {
+    joined.wider = join_releases(first.wider, joined.wider);
+  }
   joined.view.join(first.view);
-  joined.scope = std::max(first.scope, joined.scope);
+  joined.scope = std::min(first.scope, joined.scope);
   return history_.add_release(joined);
+}
+
+uint32_t SimulatedMemory::release_of_launch(const Fiber* fiber) {
+  return kLaunchesRelease ? History::release_of_time(grid_of(fiber)->start_time) : 0;
 }
 
 // What a relaxed store carries because of a fence before it; 0: nothing.
 uint32_t SimulatedMemory::relaxed_release(Fiber* fiber, Scope scope) {
-  if (!fiber->reads || !fiber->reads->has_fence) {
-    return kLaunchesRelease ? History::release_of_time(grid_of(fiber)->start_time) : 0;
-  }
+  if (!fiber->reads || !fiber->reads->has_fence) return release_of_launch(fiber);
   Release release = fiber->reads->fence;
+  if (release.scope >= scope) release.wider = 0;
   release.scope = std::min(release.scope, scope);
   return history_.add_release(release);
 }
@@ -206,7 +219,7 @@ void SimulatedMemory::observe(Fiber* fiber, uint32_t number, uint32_t time, bool
   const Scope needed = release.block == block_of(fiber)            ? Scope::kCta
                        : release.rank == grid_of(fiber)->grid.rank ? Scope::kGpu
                                                                    : Scope::kSys;
-  if (release.scope < needed) return;
+  if (release.scope < needed) return observe(fiber, release.wider, time, acquires, scope);
   View view = release.view;
   if (needed != Scope::kCta) view.block = 0;
   if (needed == Scope::kSys) view.gpu = 0;
@@ -649,10 +662,15 @@ void SimulatedMemory::fence(Fiber* fiber, Scope scope) {
   for (size_t place = 0; place <= static_cast<size_t>(scope); ++place) {
     if (reads.has_relaxed[place]) fiber->view.join(reads.relaxed[place]);
   }
-  // A narrower fence after a wider one counts as a wide one.
-  if (reads.has_fence && reads.fence.scope > scope) scope = reads.fence.scope;
-  reads.has_fence = true;
+  const Release before = reads.fence;
   reads.fence = release_of(fiber, scope);
+  // What was released further before this fence stays so for those whom this one does not reach.
+  if (!reads.has_fence) {
+    reads.fence.wider = release_of_launch(fiber);
+  } else {
+    reads.fence.wider = before.scope > scope ? history_.add_release(before) : before.wider;
+  }
+  reads.has_fence = true;
 }
 
 View SimulatedMemory::view_for_warp(const Fiber* fiber) const {

@@ -133,6 +133,7 @@ class SimulatedMemory {
     return history_.add_release(release_of(fiber, scope));
   }
   uint32_t join_releases(uint32_t earlier, uint32_t later);
+  static uint32_t release_of_launch(const Fiber* fiber);
   uint32_t relaxed_release(Fiber* fiber, Scope scope);
   void observe(Fiber* fiber, uint32_t release, uint32_t time, bool acquires, Scope scope);
   bool store_in_the_past(Fiber* fiber, void* address, const void* value, unsigned num_bytes,

@@ -95,7 +95,7 @@ class Mutation:
 
     def note_reach(self, items: list[pytest.Item]) -> None:
         reached = set(self.job["reached"])
-        self.machines.options = {"note_sites": True}
+        self.machines.options = {"note_sites": True, "find_races": True}
         for item in self.take([item for item in items if item.nodeid not in reached]):
             self.machines.made.clear()
             self.machines.has_faults = False
@@ -151,12 +151,12 @@ class Mutation:
                     return {}
                 if time.time() > end:
                     return {"verdict": "survived", "by": f"{num_runs} runs, out of time"}
-                self.machines.options = {"weaken": weaken}
+                self.machines.options = {"weaken": weaken, "find_races": mutant["find_races"]}
                 failure = failure_of(item)
                 num_runs += 1
                 if failure is None:
                     continue
-                self.machines.options = {}
+                self.machines.options = {"find_races": mutant["find_races"]}
                 if round_idx > 0 and failure_of(item) is not None:
                     continue  # these seeds do not suit that test
                 by = item.nodeid if round_idx == 0 else f"{item.nodeid} seeds +{round_idx}"

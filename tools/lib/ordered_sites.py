@@ -32,6 +32,11 @@ OPERATIONS = {
     "bulk_wait": LEFT_OUT,
     "bulk_wait_read": LEFT_OUT,
 }
+# They order a block's shared memory, whose races the simulated machine finds where it is asked to.
+OF_SHARED_MEMORY = {
+    op for op in OPERATIONS
+    if op.endswith("_cta") or not op.endswith(("_gpu", "_sys", "_global"))
+}  # fmt: skip
 
 # The simulated suites, from tests/ on, by the folder of csrc/device whose kernels they run.
 SUITES = {

@@ -196,7 +196,9 @@ class RowForwarder {
     if (piece == 0) forward_meta(stage);
     pipe_.advance_store();
     if (lane < num_local) pipe_.make_room();
-    arch::sync_warp();  // all lanes have read the stage that the leader loads next
+    // All lanes have read the stage that the leader loads next.
+    if (piece == 0) arch::fence_proxy_async_shared();
+    arch::sync_warp();
     advance(store_);
   }
 
