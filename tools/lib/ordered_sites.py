@@ -51,6 +51,7 @@ SUITES = {
         "cpu/low_latency/test_low_latency_internode_simulated.py",
         "cpu/low_latency/test_low_latency_masks.py",
         "cpu/low_latency/test_low_latency_internode_masks.py",
+        "cpu/normal/test_max_num_tokens.py",
     ),
     "internode": (
         "cpu/internode/test_internode_simulated.py",

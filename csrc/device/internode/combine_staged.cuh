@@ -53,7 +53,6 @@ class StagedPublisher {
           if (num_landed != num_published) ++num_published;
         }
         // pairs with: LandedItems::post — the items have been read
-        // order-proof: orders reads of plain shared memory alone, which are never late here
         if (lane == mover) arch::st_release_cta(&landed.num_published[mover], num_published);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;
@@ -95,8 +94,6 @@ class StagedPublisher {
     if (!arch::any(kFullMask, is_complete)) return;
     // pairs with: the fence in run, in the blocks that counted before — the chunk's sums. After it
     // their word may be stored, and the NIC may read them.
-    // order-proof (narrow): the fence in run, of scope sys, comes before. The simulation takes a
-    // narrower one behind it for as wide.
     if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
     const int node = item / kMaxRailChunks, chunk = item % kMaxRailChunks;
     const uint32_t num_bytes = static_cast<uint32_t>(num_rows) * args_.message.slot_bytes();

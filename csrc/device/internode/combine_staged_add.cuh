@@ -247,8 +247,6 @@ class TokenAdder {
           args_.combined_topk_weights + static_cast<int64_t>(token) * args_.message.num_topk);
     }
     // All lanes have used the addresses.
-    // order-proof: plain shared memory (the addresses), of which the simulation sees the execution
-    // alone. The shuffles of the next token order that, too.
     arch::sync_warp();
   }
 

@@ -196,9 +196,6 @@ class ReturnSender {
       int num_bytes = pieces_.bytes_of(piece);
       if (pieces_.is_last(piece) && meta_bytes_ != 0) {
         // The leader has seen this stage read out before any lane writes into it.
-        // order-proof: plain shared memory, of which the simulation sees the execution alone. The
-        // shuffles of chunk_at order that, too, unless a chunk has several rows, which takes more
-        // rows than are simulated.
         arch::sync_warp();
         const int num_topk = args_.message.num_topk;
         const int64_t row = min_of<int64_t>(x_row, args_.num_rows - 1);
@@ -207,7 +204,6 @@ class ReturnSender {
           weights[k] = arch::ld_nc(args_.topk_weights + row * num_topk + k);
         }
         // Before the bulk copy that reads them.
-        // order-proof: plain shared memory, which the simulation's bulk copies always see
         arch::fence_proxy_async_shared();
         arch::sync_warp();
         num_bytes += meta_bytes_;

@@ -93,8 +93,6 @@ DC_DEVICE void internode_count(const InternodeCountArgs& args) {
       place_channel(args, channel, target, counts[channel]);
     }
     // A warp overwrites the counts that its own lanes have read.
-    // order-proof: plain shared memory, of which the simulation sees the execution alone. The votes
-    // order that, too.
     arch::sync_warp();
   }
 }

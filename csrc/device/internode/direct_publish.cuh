@@ -26,12 +26,10 @@ class RowPublisher {
       const uint32_t rung = arch::ld_acquire_cta(&progress.bell);
       arch::sync_warp();
       // pairs with: Progress::report — the tokens' stores, and their numbers
-      // order-proof: a release of the simulation carries all that its block has released before
       const uint32_t word = arch::ld_acquire_cta(&progress.words[sender]);
       const uint32_t num_landed = word & ~Progress::kFinished;
       if (arch::any(kFullMask, num_landed != num_published)) {
         // Hands each lane's acquire to all lanes: each publishes tokens of every sender.
-        // order-proof: a release of the simulation carries all that its block has released before
         arch::sync_warp();
         // With the stores after it, a release; also with the counts of rows: see publish_chunks.
         // pairs with: RowForwarder — the rows and their metadata. Also before the NIC reads them.
@@ -42,7 +40,6 @@ class RowPublisher {
         }
         num_published = num_landed;
         // pairs with: TokenSender::post — the tokens have been read
-        // order-proof: orders reads of plain shared memory alone, which are never late here
         if (lane == sender) arch::st_release_cta(&entry_->landed.num_published[sender], num_landed);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) break;
@@ -150,8 +147,8 @@ class RowPublisher {
   // Counts the bytes that were stored over the rail.
   DC_DEVICE void count_stored() {
     const TwoTier& tiers = args_.tiers;
-    // order-proof: plain shared memory, of which the simulation sees the execution alone. The vote
-    // before orders that, too.
+    // order-proof: the counts are sums of atomics, and the search for races sees plain accesses. The
+    // vote before orders that on GPUs, too.
     arch::sync_warp();
     for (int node = arch::lane_idx(); node < tiers.num_nodes(); node += kWarpSize) {
       const uint32_t num_rows = entry_->num_stored(tiers)[node];

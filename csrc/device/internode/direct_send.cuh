@@ -109,8 +109,6 @@ class TokenSender {
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
         // All storing lanes have read the stage that the leader loads next.
-        // order-proof: shared memory, of which the simulation sees the execution alone. The
-        // queue's shuffles, before the load, order that, too.
         arch::sync_warp();
         load_next();
       }

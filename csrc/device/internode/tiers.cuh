@@ -89,6 +89,8 @@ DC_DEVICE void share_failure(const TierContexts& contexts) {
   const World& world = contexts.node.world;
   LocalState* state = world.state();
   // pairs with: the release below at a neighbour — the rank it blames
+  // order-proof: matters if no wait of this rank has seen the word. One that has fences behind it,
+  // and the barriers and counts of blocks since then pass that on.
   const uint32_t abort = arch::ld_acquire_sys(&state->abort);
   if (abort == kAbortedByNeighbour) {
     const int blamed = static_cast<int>(arch::ld_relaxed_sys(&state->blamed)) - 1;

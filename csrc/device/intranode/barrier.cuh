@@ -20,7 +20,9 @@ DC_DEVICE void barrier(const BarrierArgs& args) {
   if (await_arrivals(context, Stage::kEntryBarrier, signature)) {
     note_in_warp(context, TraceStep::kEntered);
   }
-  arch::sync_warp();  // every lane has read the generation
+  // Every lane has read the generation.
+  // order-proof: orders reads alone, which the simulation never performs late
+  arch::sync_warp();
   close_generation(context);
 }
 

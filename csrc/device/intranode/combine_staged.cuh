@@ -170,7 +170,6 @@ class ChunkSender {
         write_weights(args_, pipe_.current() + num_bytes,
                       min_of<int64_t>(x_row, args_.num_rows - 1));
         // Before the bulk copy that reads them.
-        // order-proof: plain shared memory, which the simulation's bulk copies always see
         arch::fence_proxy_async_shared();
         arch::sync_warp();
         num_bytes += meta_bytes;
@@ -275,7 +274,6 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
                              Tagged::pack(context.generation, 1));
       }
       // pairs with: ChunkSender::post — the items have been read
-      // order-proof: orders reads of plain shared memory alone, which are never late here
       if (lane == sender) arch::st_release_cta(&landed.num_published[sender], num_published);
     }
     if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;

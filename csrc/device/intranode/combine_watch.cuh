@@ -81,8 +81,6 @@ class TokenWatch {
           ChunkedRows::of(args, num_rows_between(args, rank, peer)).chunk_rows;
     }
     // The window, before look_up reads it.
-    // order-proof: plain shared memory, of which the simulation sees the execution alone, and the
-    // votes of refill order that, too
     arch::sync_warp();
   }
 
@@ -159,7 +157,6 @@ class TokenWatch {
   }
   DC_DEVICE bool is_free() {
     // pairs with: add_ready — the warps of the team have read the slot
-    // order-proof: orders reads alone, which the simulation never performs late
     num_using_ = arch::ld_acquire_cta(&entry_->num_using[arch::lane_idx()]);
     return num_using_ == 0 || arch::fault(Fault::kSkipCredit);
   }
@@ -336,7 +333,6 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
     arch::sync_warp();  // all lanes have read the slot
     if (arch::lane_idx() == 0) {
       // pairs with: TokenWatch::is_free — the reads of the slot
-      // order-proof: orders reads alone, which the simulation never performs late
       arch::atomic_add_acq_rel_cta(&entry->num_using[slot_idx], 0xffffffffu);
     }
   }

@@ -80,15 +80,12 @@ class CastingMover {
   DC_DEVICE void cast(int token, int piece) {
     // The store before the last one has read it.
     if (is_storing_) arch::bulk_wait_read<kStages - 1>();
-    // order-proof: shared memory, of which the simulation sees the execution alone. The shuffles of
-    // the cast, before its stores, order that, too.
     arch::sync_warp();
     const int first = piece * pieces_.piece_bytes;
     const size_t element = static_cast<size_t>(token) * args_.message.row_bytes + first;
     quantise_into(stage(), {staged_scales(), args_.scale_format},
                   args_.source + element * sizeof(Bf16), pieces_.bytes_of(piece));
     // The FP8 bytes before the bulk copies that read them.
-    // order-proof: plain shared memory, which the simulation's bulk copies always see
     arch::fence_proxy_async_shared();
     arch::sync_warp();
   }

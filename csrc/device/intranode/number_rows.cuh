@@ -54,8 +54,6 @@ DC_DEVICE void number_topk_entries(const Args& args, int32_t* rows, uint32_t* ne
         row = static_cast<int32_t>(next_rows[expert]) + arch::popc(same & lower_lanes);
       arch::sync_warp();  // all have read the row number that the first of them advances
       if (expert >= 0 && (same & lower_lanes) == 0) next_rows[expert] += arch::popc(same);
-      // order-proof: plain shared memory, of which the simulation sees the execution alone. The
-      // match of the next batch, or a block barrier, orders that, too.
       arch::sync_warp();
       if (position < end) arch::st_weak(rows + position, row);
     }

@@ -109,7 +109,6 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
         arch::sync_warp();
         current.write_meta(pipe.current() + num_bytes, row);
         // The metadata before the bulk copy that reads it.
-        // order-proof: plain shared memory, which the simulation's bulk copies always see
         arch::fence_proxy_async_shared();
         arch::sync_warp();
         num_bytes += meta_bytes;

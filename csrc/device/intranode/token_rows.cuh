@@ -20,8 +20,6 @@ struct TokenRows {
     const uint32_t lower_lanes = (1u << arch::lane_idx()) - 1;
     int count = 0;
     // All lanes are done with the warp's last token.
-    // order-proof: plain shared memory (row_idx), of which the simulation sees the execution alone.
-    // The vote below orders that, too.
     arch::sync_warp();
     for (int base = 0; base < num_topk; base += kWarpSize) {
       const int k = base + arch::lane_idx();

@@ -240,8 +240,6 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     // Not after a failure: the host then waits for the error record.
     const bool has_failed = arch::any(kFullMask, !ok);
     // The numbers of tokens.
-    // order-proof: plain shared memory, of which the simulation sees the execution alone, and the
-    // vote orders that, too
     arch::sync_warp();
     if (is_writing && !has_failed) {
       report_num_tokens(args, memory.header->num_tokens, world.num_ranks);

@@ -150,7 +150,6 @@ DC_DEVICE void stage_row(const LowLatencyDispatchArgs& args, const LowLatencySha
     if (has_piece) loaded.put(memory.stage, args.shape.row_bytes, piece);
   }
   // Before the bulk copies that read them.
-  // order-proof: plain shared memory, which the simulation's bulk copies always see
   arch::fence_proxy_async_shared();
 }
 

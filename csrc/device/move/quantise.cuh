@@ -231,8 +231,6 @@ DC_DEVICE void quantise_in_place(uint8_t* stage, int num_elements, const ScaleRo
     }
     PieceType::quantise_all<kTogether>(loaded, scales.format.round_scale);
     // All lanes have read.
-    // order-proof: plain shared memory (the stage), of which the simulation sees the execution
-    // alone. The shuffles of quantise_all order that, too.
     arch::sync_warp();
     DC_UNROLL
     for (int idx = 0; idx < kTogether; ++idx) {

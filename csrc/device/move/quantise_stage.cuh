@@ -32,7 +32,6 @@ DC_DEVICE StageScales quantise_stage(const StagePipe& pipe, const Pieces& pieces
   const int num_bytes = pieces.bytes_of(piece);
   quantise_in_place(stage, num_bytes / static_cast<int>(sizeof(Bf16)), {scales, format});
   // The FP8 bytes before the bulk copies that read them.
-  // order-proof: plain shared memory, which the simulation's bulk copies always see
   arch::fence_proxy_async_shared();
   arch::sync_warp();
   return {reinterpret_cast<const uint32_t*>(scales),

@@ -57,8 +57,7 @@ class StagePipe {
       for (int stage = 0; stage < num_stages_; ++stage) arch::mbarrier_init(barriers_ + stage, 1);
       arch::fence_mbarrier_init();
     }
-    // order-proof: plain shared memory (the mbarriers), of which the simulation sees the execution
-    // alone. Shuffles or barriers before the first wait order that, too.
+    // order-proof: of every user there is another barrier before the first wait
     arch::sync_warp();
   }
 

@@ -47,6 +47,17 @@ def test_simulation_finds_the_fault(fault: str, monkeypatch: pytest.MonkeyPatch)
     find_fault(fault, SEVERAL, run_case, verify)
 
 
+def test_more_tokens_than_the_publisher_is_told_of_at_once() -> None:
+    """A sender waits until the publisher has read an entry before it fills it again."""
+    case = cases.direct(
+        InternodeCase(
+            (600, 3), hidden=16, experts=4, topk=2, num_sms=2, slots=2, send_chunk=1,
+            rail_chunk=2, rail_slots=4, nvl_bytes=1 << 21, rdma_bytes=1 << 21, ranks_per_node=1,
+        )
+    )  # fmt: skip
+    run_seeds(range(3), lambda seed: dataclasses.replace(case, seed=seed), run_case, verify)
+
+
 @pytest.mark.parametrize(
     "fault", ["skip_rail_fence", "skip_bulk_wait", "skip_entry_barrier", "weaken_release"]
 )

@@ -64,6 +64,16 @@ FAULTS = [
 ]
 
 
+def test_more_items_than_the_publisher_is_told_of_at_once() -> None:
+    """A warp waits until the publisher has read an entry before it fills it again."""
+    case = InternodeCase(
+        (600, 3, 2, 3), hidden=16, experts=4, topk=2, num_sms=2, slots=2, send_chunk=1,
+        rail_chunk=2, rail_slots=4, nvl_bytes=1 << 21, direct_bytes=1 << 20, rdma_bytes=1 << 21,
+        ranks_per_node=2, is_direct=True,
+    )  # fmt: skip
+    run_seeds(range(3), lambda seed: dataclasses.replace(case, seed=seed), run_case, verify)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_simulation_finds_the_fault(fault: str) -> None:
     find_fault(fault, FAULTY, run_case, verify)

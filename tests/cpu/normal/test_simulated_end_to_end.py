@@ -4,13 +4,17 @@ Each seed has a case of its own and a scheduling policy of its own. A failure na
 that seed alone to replay it step by step.
 """
 
+import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
 from cases import ROUTINGS, Case, Scales
-from roundtrip import run_case, verify
+from roundtrip import Received, call_once, run_calls, run_case, verify
 from schedules import POLICIES, run_policy, run_seeds, simulated
+
+import deep_comm
 
 NUM_SEEDS = 780
 SEEDS_PER_TEST = 60
@@ -114,6 +118,27 @@ def test_channels_of_more_tokens_than_a_warp_has_lanes(fused: bool) -> None:
     )  # fmt: skip
     for seed in range(4):
         verify(case, simulated(case, run_case, seed))
+
+
+def test_more_chunks_than_the_publisher_is_told_of_at_once() -> None:
+    """A sender waits until the publisher has read an entry before it fills it again."""
+    case = Case(
+        (600, 3), hidden=16, experts=4, topk=2, num_sms=3, slots=1, send_chunk=1,
+        nvl_bytes=1 << 22, direct_bytes=1 << 21,
+    )  # fmt: skip
+    run_seeds(range(3), lambda seed: dataclasses.replace(case, seed=seed), run_case, verify)
+
+
+def with_barriers(group: Any, case: Case) -> list[Received]:
+    def one(buffer: deep_comm.Buffer, call: int) -> Received:
+        buffer.barrier()
+        return call_once(buffer, case, call)
+
+    return run_calls(group, case, "cpu", one)
+
+
+def test_barriers_stand_between_the_calls_of_every_schedule() -> None:
+    run_seeds(range(800, 840), small_case, with_barriers, verify)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
