@@ -4,16 +4,10 @@
 #include <cstdint>
 #include <span>
 
-#include "device/arch/arch.cuh"
+#include "kernel_args.hpp"
 #include "simt/machine.hpp"
 
 namespace deep_comm::test {
-
-struct Args {
-  uint64_t* memory;  // every rank's, in one process
-  int64_t rank;
-  int64_t params[8];
-};
 
 struct Kernel {
   const char* name;

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PROBE = ROOT / "tests" / "native_cuda" / "arch_probe.cu"
+PROBE, LITMUS = (ROOT / "tests" / "native_cuda" / f"{name}.cu" for name in ("arch_probe", "litmus"))
 
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is neither in CUDACXX nor on PATH")
@@ -171,17 +171,26 @@ def instructions_of(body: str) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def probe_ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+def ptx_of(source: Path, output: Path) -> str:
     assert NVCC is not None
-    output = tmp_path_factory.mktemp("ptx") / "arch_probe.ptx"
     subprocess.run(
         [NVCC, "-std=c++20", "-O3", "-arch=sm_90a", "--expt-relaxed-constexpr"]
-        + ["-Werror=all-warnings", f"-I{ROOT / 'csrc'}", "-ptx", str(PROBE), "-o", str(output)],
+        + ["-Werror=all-warnings", f"-I{ROOT / 'csrc'}", "-ptx", str(source), "-o", str(output)],
         check=True,
         timeout=240,
     )
     return output.read_text()
+
+
+@pytest.fixture(scope="module")
+def probe_ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return ptx_of(PROBE, tmp_path_factory.mktemp("ptx") / "arch_probe.ptx")
+
+
+@needs_nvcc
+def test_the_litmus_tests_of_the_simulation_compile_for_gpus(tmp_path: Path) -> None:
+    """Run by tests/gpu1."""
+    assert ".entry" in ptx_of(LITMUS, tmp_path / "litmus.ptx")
 
 
 @pytest.fixture(scope="module")

@@ -5,52 +5,51 @@ A rule that could not break a test would not be modelled: every litmus test has 
 
 from __future__ import annotations
 
+import litmus
 import pytest
+from litmus import (
+    ACQUIRE_SHUFFLE,
+    ACQUIRE_SYS,
+    ADD_SYS,
+    FENCE_SYS,
+    OTHER_RANK,
+    RELAXED,
+    RELAXED_STORE,
+    RELEASE_SYS,
+    Litmus,
+)
 from simt_machine import Shape, native, on_every_machine, run_on, run_simulation, simulate
 
 SEEDS = range(100)
-OTHER_RANK, OTHER_BLOCK, OTHER_WARP = range(3)
-(
-    RELAXED_STORE,
-    RELEASE_CTA,
-    RELEASE_GPU,
-    RELEASE_SYS,
-    FENCE_GPU,
-    FENCE_SYS,
-    RELAXED_ADD,
-    ADD_GPU,
-    ADD_SYS,
-) = range(9)
 
 
-def stale(kernel: str, params: list[int], shape: Shape, **options: object) -> int:
+def stale(test: Litmus, **options: object) -> int:
     """How many words the reader found old, over all seeds."""
+    shape = Shape(test.num_blocks, test.num_threads, test.smem_bytes)
     runs = (
-        simulate(kernel, params, num_ranks=2, seed=seed, shape=shape, **options) for seed in SEEDS
+        simulate(
+            test.kernel, test.params, num_ranks=test.num_ranks, seed=seed, shape=shape, **options
+        )
+        for seed in SEEDS
     )
     return sum(int(run.check().memory[8]) for run in runs)
-
-
-(
-    ACQUIRE_SYS,
-    ACQUIRE_GPU,
-    ACQUIRE_CTA,
-    RELAXED,
-    RELAXED_FENCE_SYS,
-    RELAXED_FENCE_GPU,
-    ACQ_REL_ADD,
-    RELAXED_LOAD_ADD,
-    WEAK_FENCE_SYS,
-    ACQUIRE_SYNC_WARP,
-    ACQUIRE_SHUFFLE,
-    RELAXED_SYNC_WARP,
-) = range(12)
 
 
 def message(
     publish: int, reader: int, observe: int = ACQUIRE_SYS, lane: int = 0, **options: object
 ) -> int:
-    return stale("message_passing", [publish, reader, observe, lane], Shape(2, 64, 0), **options)
+    (test,) = litmus.messages([(publish, reader, observe, lane)])
+    return stale(test, **options)
+
+
+@pytest.mark.parametrize("test", litmus.FORBIDDEN, ids=str)
+def test_no_schedule_shows_what_ptx_forbids(test: Litmus) -> None:
+    assert stale(test) == 0
+
+
+@pytest.mark.parametrize("test", litmus.ALLOWED, ids=str)
+def test_some_schedule_shows_what_ptx_allows(test: Litmus) -> None:
+    assert stale(test) > 0
 
 
 def seen(kernel: str, params: list[int], num_ranks: int, num_results: int = 2) -> set[object]:
@@ -63,96 +62,9 @@ def seen(kernel: str, params: list[int], num_ranks: int, num_results: int = 2) -
     return outcomes
 
 
-@pytest.mark.parametrize(
-    "publish, reader",
-    [
-        (RELEASE_SYS, OTHER_RANK),
-        (FENCE_SYS, OTHER_RANK),
-        (ADD_SYS, OTHER_RANK),
-        (RELEASE_GPU, OTHER_BLOCK),
-        (FENCE_GPU, OTHER_BLOCK),
-        (ADD_GPU, OTHER_BLOCK),
-        (RELEASE_SYS, OTHER_BLOCK),
-        (RELEASE_CTA, OTHER_WARP),
-    ],
-)
-def test_a_release_of_enough_scope_carries_the_message(publish: int, reader: int) -> None:
-    assert message(publish, reader) == 0
-
-
-@pytest.mark.parametrize(
-    "publish, reader",
-    [
-        (RELAXED_STORE, OTHER_RANK),
-        (RELAXED_STORE, OTHER_BLOCK),
-        (RELAXED_ADD, OTHER_RANK),
-        (RELEASE_CTA, OTHER_RANK),
-        (RELEASE_CTA, OTHER_BLOCK),
-        (RELEASE_GPU, OTHER_RANK),
-        (FENCE_GPU, OTHER_RANK),
-        (ADD_GPU, OTHER_RANK),
-    ],
-)
-def test_a_missing_or_narrow_release_is_found(publish: int, reader: int) -> None:
-    assert message(publish, reader) > 0
-
-
-@pytest.mark.parametrize("observe, lane", [
-    (ACQUIRE_SYS, 0),
-    (RELAXED_FENCE_SYS, 0),
-    (ACQ_REL_ADD, 0),
-    (ACQUIRE_SYNC_WARP, 0),
-    (ACQUIRE_SYNC_WARP, 7),
-])  # fmt: skip
-@pytest.mark.parametrize("reader", [OTHER_RANK, OTHER_BLOCK, OTHER_WARP])
-def test_an_acquire_of_enough_scope_sees_the_message(observe: int, lane: int, reader: int) -> None:
-    assert message(RELEASE_SYS, reader, observe, lane) == 0
-
-
-@pytest.mark.parametrize("publish", [RELEASE_SYS, FENCE_SYS, ADD_SYS])
-@pytest.mark.parametrize("observe, lane, reader", [
-    (RELAXED, 0, OTHER_RANK),
-    (RELAXED, 0, OTHER_BLOCK),
-    (RELAXED, 0, OTHER_WARP),
-    (RELAXED_FENCE_GPU, 0, OTHER_RANK),
-    (RELAXED_LOAD_ADD, 0, OTHER_RANK),
-    (RELAXED_LOAD_ADD, 0, OTHER_WARP),
-    (WEAK_FENCE_SYS, 0, OTHER_RANK),
-    (ACQUIRE_GPU, 0, OTHER_RANK),
-    (ACQUIRE_CTA, 0, OTHER_RANK),
-    (ACQUIRE_CTA, 0, OTHER_BLOCK),
-    (RELAXED_SYNC_WARP, 0, OTHER_RANK),
-    (RELAXED_SYNC_WARP, 7, OTHER_RANK),
-    (ACQUIRE_SHUFFLE, 7, OTHER_RANK),
-])  # fmt: skip
-def test_a_missing_or_narrow_acquire_is_found(
-    publish: int, observe: int, lane: int, reader: int
-) -> None:
-    assert message(publish, reader, observe, lane) > 0
-
-
-@pytest.mark.parametrize("observe, reader", [
-    (ACQUIRE_GPU, OTHER_BLOCK),
-    (ACQUIRE_GPU, OTHER_WARP),
-    (ACQUIRE_CTA, OTHER_WARP),
-    (RELAXED_FENCE_GPU, OTHER_BLOCK),
-])  # fmt: skip
-def test_an_acquire_of_just_enough_scope_sees_the_message(observe: int, reader: int) -> None:
-    assert message(RELEASE_GPU, reader, observe) == 0
-
-
 def test_shuffles_order_memory_where_the_switch_says_so() -> None:
     with_order = {"collectives_order_memory": True}
     assert message(RELEASE_SYS, OTHER_RANK, ACQUIRE_SHUFFLE, 7, **with_order) == 0
-
-
-@pytest.mark.parametrize("publish", [RELEASE_CTA, RELEASE_SYS, FENCE_GPU])
-def test_a_message_reaches_another_lane(publish: int) -> None:
-    assert stale("message_in_warp", [publish], Shape(1, 32, 0)) == 0
-
-
-def test_a_relaxed_message_to_another_lane_is_found() -> None:
-    assert stale("message_in_warp", [RELAXED_STORE], Shape(1, 32, 0)) > 0
 
 
 @pytest.mark.parametrize("fence", [0, 1])
@@ -169,48 +81,6 @@ def test_no_thread_sees_what_depends_on_its_own_later_store() -> None:
 @pytest.mark.parametrize("acquires", [0, 1])
 def test_two_readers_may_see_two_stores_in_different_orders(acquires: int) -> None:
     assert (2, 2) in seen("independent_reads", [acquires], 4)
-
-
-def release_sequence(middle: int) -> int:
-    runs = (
-        simulate("release_sequence", [middle], num_ranks=3, seed=seed, shape=Shape(1, 32, 0))
-        for seed in SEEDS
-    )
-    return sum(int(run.check().memory[8]) for run in runs)
-
-
-BY_ATOMIC, BY_STORE, BY_FENCE_AND_STORE = range(3)
-
-
-@pytest.mark.parametrize("middle", [BY_ATOMIC, BY_FENCE_AND_STORE])
-def test_an_atomic_or_a_fence_passes_a_release_on(middle: int) -> None:
-    assert release_sequence(middle) == 0
-
-
-def test_a_store_in_between_ends_a_release() -> None:
-    assert release_sequence(BY_STORE) > 0
-
-
-MBARRIER, ACQUIRED_WORD, RELAXED_WORD, ARRIVE_AND_SYNC = range(4)
-
-
-@pytest.mark.parametrize("how", [MBARRIER, ACQUIRED_WORD, ARRIVE_AND_SYNC])
-def test_a_hand_over_in_the_block_carries_global_memory(how: int) -> None:
-    assert stale("hand_over_in_block", [how], Shape(1, 64, 256)) == 0
-
-
-def test_a_relaxed_hand_over_in_the_block_is_found() -> None:
-    assert stale("hand_over_in_block", [RELAXED_WORD], Shape(1, 64, 256)) > 0
-
-
-@pytest.mark.parametrize("observe", [ACQUIRE_SYS, RELAXED_FENCE_SYS, ACQUIRE_SYNC_WARP])
-def test_a_bulk_load_after_an_acquire_sees_the_message(observe: int) -> None:
-    assert stale("message_by_bulk_load", [observe], Shape(1, 32, 1024)) == 0
-
-
-@pytest.mark.parametrize("observe", [RELAXED, RELAXED_FENCE_GPU, ACQUIRE_GPU, RELAXED_SYNC_WARP])
-def test_a_bulk_load_without_an_acquire_is_found(observe: int) -> None:
-    assert stale("message_by_bulk_load", [observe], Shape(1, 32, 1024)) > 0
 
 
 def test_the_faults_weaken_release_and_weaken_fence_are_found() -> None:
@@ -233,7 +103,7 @@ def test_a_site_is_weakened_by_its_name() -> None:
     sites = simulation.visited_sites()
     (fence,) = (site for site in sites if site.endswith(":fence_acq_rel_sys"))
     (acquire,) = (site for site in sites if site.endswith(":ld_acquire_sys"))
-    assert fence.startswith("native/memory_kernels.cpp:")
+    assert fence.startswith("native/litmus.hpp:")
     for site in (fence, acquire):
         assert weakened(f"{site}:relaxed") > 0
         assert weakened(f"{site}:narrow") > 0
@@ -243,22 +113,6 @@ def test_a_site_is_weakened_by_its_name() -> None:
 def test_a_weakening_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="file:line:op:relaxed"):
         native.Simulation(num_ranks=1, seed=0, weaken="device/sync/await.cuh:14")
-
-
-NOTHING, SYNC_WARP, PARTIAL_SYNC_WARP, SYNC_BLOCK, NAMED_BARRIER = range(5)
-
-
-@pytest.mark.parametrize("meet", [SYNC_WARP, PARTIAL_SYNC_WARP, SYNC_BLOCK, NAMED_BARRIER])
-def test_a_release_carries_what_the_thread_saw_through_barriers(meet: int) -> None:
-    assert stale("cumulativity", [meet], Shape(1, 64, 0)) == 0
-
-
-def test_a_release_does_not_carry_what_the_thread_never_met() -> None:
-    assert stale("cumulativity", [NOTHING], Shape(1, 64, 0)) > 0
-
-
-def test_a_release_carries_what_its_thread_acquired() -> None:
-    assert stale("relay", [], Shape(2, 32, 0)) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

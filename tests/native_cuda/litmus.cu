@@ -1,0 +1,112 @@
+// Runs the litmus tests of tests/native/litmus.hpp on one GPU: ranks are blocks of it.
+//
+// Reads lines "kernel ranks blocks threads smem_bytes params...", and answers each with JSON:
+// [[words 8, 10, ... 22 of the memory, and how many runs have left these], ...]. The argument is the
+// number of launches a line; each launch runs kNumInstances of the test beside one another.
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../native/litmus.hpp"
+
+namespace deep_comm::test {
+namespace {
+
+constexpr int kNumInstances = 64, kWords = 256, kNumResults = 8;
+
+void require(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  fprintf(stderr, "%s\n", cudaGetErrorString(error));
+  exit(1);
+}
+
+// Blocks of one rank lie along x, ranks along y, independent runs along z.
+template <void (*kKernel)(const Args&)>
+__global__ void run(uint64_t* memory, Args args) {
+  args.memory = memory + blockIdx.z * kWords;
+  args.rank = blockIdx.y;
+  kKernel(args);
+}
+
+struct Litmus {
+  const char* name;
+  void (*launch)(uint64_t*, Args);
+};
+
+const Litmus kAll[] = {
+    {"message_passing", run<message_passing>},
+    {"message_in_warp", run<message_in_warp>},
+    {"store_buffering", run<store_buffering>},
+    {"load_buffering", run<load_buffering>},
+    {"independent_reads", run<independent_reads>},
+    {"release_sequence", run<release_sequence>},
+    {"hand_over_in_block", run<hand_over_in_block>},
+    {"message_by_bulk_load", run<message_by_bulk_load>},
+    {"cumulativity", run<cumulativity>},
+    {"relay", run<relay>},
+    {"coherence", run<coherence>},
+    {"reads_passed_on", run<reads_passed_on>},
+    {"racing_stores", run<racing_stores>},
+};
+
+using Results = std::array<uint64_t, kNumResults>;
+
+std::map<Results, int> outcomes(const std::string& line, int num_launches, uint64_t* device) {
+  std::istringstream text(line);
+  std::string name;
+  int num_ranks, num_blocks, num_threads, smem_bytes;
+  text >> name >> num_ranks >> num_blocks >> num_threads >> smem_bytes;
+  Args args{};
+  for (int idx = 0; idx < 8 && text >> args.params[idx]; ++idx) {
+  }
+  std::map<Results, int> seen;
+  std::vector<uint64_t> host(kNumInstances * kWords);
+  const size_t num_bytes = host.size() * sizeof(uint64_t);
+  for (const Litmus& litmus : kAll) {
+    if (name != litmus.name) continue;
+    for (int launch = 0; launch < num_launches; ++launch) {
+      require(cudaMemset(device, 0, num_bytes));
+      litmus.launch<<<dim3(num_blocks, num_ranks, kNumInstances), num_threads, smem_bytes>>>(device,
+                                                                                             args);
+      require(cudaGetLastError());
+      require(cudaMemcpy(host.data(), device, num_bytes, cudaMemcpyDeviceToHost));
+      for (int instance = 0; instance < kNumInstances; ++instance) {
+        Results results;
+        for (int idx = 0; idx < kNumResults; ++idx)
+          results[idx] = host[instance * kWords + 8 + 2 * idx];
+        ++seen[results];
+      }
+    }
+  }
+  return seen;
+}
+
+int answer_all(int num_launches) {
+  uint64_t* device = nullptr;
+  require(cudaMalloc(&device, kNumInstances * kWords * sizeof(uint64_t)));
+  for (std::string line; std::getline(std::cin, line);) {
+    const char* separator = "[";
+    for (const auto& [results, count] : outcomes(line, num_launches, device)) {
+      printf("%s[", separator);
+      for (const uint64_t result : results)
+        printf("%llu, ", static_cast<unsigned long long>(result));
+      printf("%d]", count);
+      separator = ", ";
+    }
+    printf("]\n");
+    fflush(stdout);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace deep_comm::test
+
+int main(int num_arguments, char** arguments) {
+  return deep_comm::test::answer_all(num_arguments > 1 ? atoi(arguments[1]) : 1);
+}
