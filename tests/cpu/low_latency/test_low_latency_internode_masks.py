@@ -99,7 +99,7 @@ def stop(seed: int, faults: tuple[str, ...] = ()) -> str | None:
     return notices_stop(case, dead, step, seed, faults)
 
 
-def test_a_rank_may_stop_at_any_step() -> None:
+def test_a_rank_may_stop_at_any_step(way: str) -> None:
     for seed in some_of(range(160)):
         found = stop(seed)
         assert found is None, f"seed {seed}: {found}"
@@ -206,16 +206,16 @@ def test_simulation_finds_rows_that_are_taken_for_those_of_another_rank() -> Non
 
 
 @pytest.mark.parametrize("stage", ["in dispatch", "in combine"])
-def test_what_comes_late_harms_no_other_shape(stage: str) -> None:
+def test_what_comes_late_harms_no_other_shape(stage: str, way: str) -> None:
     for seed in some_of(range(16)):
         send_late_after_change(seed, stage, 2)
 
 
-def test_simulation_finds_places_that_depend_on_the_shape() -> None:
+def test_simulation_finds_places_that_depend_on_the_shape(way: str) -> None:
     assert any(notices_late_rows(seed, 2) for seed in range(8))
 
 
-def test_simulation_finds_blocks_that_do_not_agree() -> None:
+def test_simulation_finds_blocks_that_do_not_agree(way: str) -> None:
     assert any(stop(seed, ("skip_agreement",)) for seed in range(60))
 
 
@@ -259,27 +259,3 @@ def test_simulation_finds_stored_rows_that_are_taken_for_those_of_another_rank()
 def test_every_schedule_goes_on_without_ranks_whose_stores_reached(stage: str) -> None:
     for seed in range(2 * len(VARIANTS)):
         leave(stage, VARIANTS[seed % len(VARIANTS)], seed)
-
-
-@pytest.mark.usefixtures("near")
-def test_a_rank_whose_stores_reach_may_stop_at_any_step() -> None:
-    for seed in some_of(range(160, 200)):
-        found = stop(seed)
-        assert found is None, f"seed {seed}: {found}"
-
-
-@pytest.mark.usefixtures("near")
-@pytest.mark.parametrize("stage", ["in dispatch", "in combine"])
-def test_what_is_stored_late_harms_no_other_shape(stage: str) -> None:
-    for seed in some_of(range(8)):
-        send_late_after_change(seed, stage, 2)
-
-
-@pytest.mark.usefixtures("near")
-def test_simulation_finds_places_of_stores_that_depend_on_the_shape() -> None:
-    assert any(notices_late_rows(seed, 2) for seed in range(8))
-
-
-@pytest.mark.usefixtures("near")
-def test_simulation_finds_blocks_that_do_not_agree_where_stores_reach() -> None:
-    assert any(stop(seed, ("skip_agreement",)) for seed in range(60))
