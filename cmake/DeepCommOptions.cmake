@@ -16,12 +16,16 @@ set(CMAKE_CXX_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 
-# A second build, even of a fresh clone, then takes seconds.
+# A second build then takes seconds, even of another clone or in another folder of build/.
 find_program(DEEP_COMM_CCACHE ccache)
 if(DEEP_COMM_CCACHE)
+  set(ccache "${DEEP_COMM_CCACHE}")
+  if(NOT DEFINED ENV{CCACHE_BASEDIR})
+    set(ccache "${CMAKE_COMMAND}" -E env "CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}" "${DEEP_COMM_CCACHE}")
+  endif()
   foreach(language CXX CUDA)
     if(NOT DEFINED CMAKE_${language}_COMPILER_LAUNCHER)
-      set(CMAKE_${language}_COMPILER_LAUNCHER "${DEEP_COMM_CCACHE}")
+      set(CMAKE_${language}_COMPILER_LAUNCHER ${ccache})
     endif()
   endforeach()
 endif()
@@ -31,10 +35,15 @@ add_library(deep_comm_options INTERFACE)
 target_include_directories(deep_comm_options INTERFACE "${PROJECT_SOURCE_DIR}/csrc")
 target_compile_options(deep_comm_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
 
-function(deep_comm_install_module target)
+# finds_races: the module calls csrc/simt/plain_accesses.cpp at every plain load and store, and keeps the
+# line tables that reports of races point into.
+function(deep_comm_install_module target finds_races)
   # What comes from a static library stays inside the module: torch may carry another CUDA runtime.
   target_link_options(${target} PRIVATE "LINKER:--exclude-libs,ALL")
-  if(NOT DEEP_COMM_TESTS)  # reports of races name places in the module
+  if(finds_races)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=thread -g1>
+      $<$<COMPILE_LANG_AND_ID:CXX,GNU>:--param=tsan-instrument-func-entry-exit=0 -Wno-tsan>)
+  else()
     target_link_options(${target} PRIVATE "$<$<CONFIG:Release>:LINKER:-s>")
   endif()
   install(TARGETS ${target} LIBRARY DESTINATION deep_comm COMPONENT python)

@@ -535,7 +535,7 @@ class Simulation:
         weak_memory: bool = True,  # hold stores that are not releases; read what was there before
         delay_bulk: bool = True,  # complete bulk copies late
         collectives_order_memory: bool = False,  # shuffles and votes, as sync_warp
-        find_races: bool = False,  # in shared memory; builds with DEEP_COMM_TESTS alone
+        find_races: bool = False,  # in shared memory; needs a build with DEEP_COMM_FIND_RACES=ON
         faults: Sequence[str] = (),  # names of Fault: "weaken_release", "skip_credit", ...
         stalls: Sequence[
             tuple[int, int, int]

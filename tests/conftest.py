@@ -6,6 +6,7 @@ import atexit
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +30,11 @@ def _prefer_installed_package() -> None:
 
 
 _prefer_installed_package()
+
+# The compiler's cache stays where it is: the wheel's test needs it.
+if shutil.which("ccache"):
+    place = subprocess.run(["ccache", "-k", "cache_dir"], capture_output=True, text=True).stdout
+    os.environ.setdefault("CCACHE_DIR", place.strip())
 
 # What was tuned on this machine must not decide what a test sees either, in processes
 # that tests start included.

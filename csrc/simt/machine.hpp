@@ -57,7 +57,7 @@ struct SimulationOptions {
   bool delay_bulk = true;         // complete bulk copies late
   // Shuffles and votes order memory as sync_warp does. GPUs do this, PTX does not promise it.
   bool collectives_order_memory = false;
-  // An access to shared memory that nothing orders is an error. Where kernels are compiled for it.
+  // An access to shared memory that nothing orders is an error. Needs DEEP_COMM_FIND_RACES=ON.
   bool find_races = false;
   std::vector<std::string> faults;
   std::string weaken;       // one site of the kernels, and how: see sites.hpp

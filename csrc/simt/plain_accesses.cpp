@@ -1,9 +1,7 @@
-// Loads and stores of the kernels that are no primitives. The build of the tests compiles them with
+// Loads and stores of the kernels that are no primitives. Modules that find races are compiled with
 // -fsanitize=thread, which makes the compiler call these functions at each of them; the library of
-// that sanitizer is not used. Atomics come
-// here as well; they get at least the order that they ask for.
-#ifdef DEEP_COMM_FIND_RACES
-
+// that sanitizer is not used. Atomics come here as well; they get at least the order that they ask
+// for. In other modules nobody calls what is here.
 #include <cstddef>
 #include <cstdint>
 
@@ -12,6 +10,8 @@
 
 namespace deep_comm::simt {
 namespace {
+
+bool g_is_instrumented = false;
 
 inline void note(const void* address, size_t num_bytes, Races::Access access, const void* code) {
   const Fiber* self = t_state.current;
@@ -22,7 +22,12 @@ inline void note(const void* address, size_t num_bytes, Races::Access access, co
   block.races->access(self, address, num_bytes, access, code);
 }
 
+void note_instrumented() { g_is_instrumented = true; }
+
 }  // namespace
+
+bool finds_races() { return g_is_instrumented; }
+
 }  // namespace deep_comm::simt
 
 // NOLINTBEGIN(bugprone-reserved-identifier): the compiler's names.
@@ -30,7 +35,8 @@ inline void note(const void* address, size_t num_bytes, Races::Access access, co
 #pragma GCC visibility push(hidden)
 extern "C" {
 
-void __tsan_init() {}
+// Every instrumented file calls it when the module is loaded.
+void __tsan_init() { deep_comm::simt::note_instrumented(); }
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_read(void**) {}
@@ -117,5 +123,3 @@ void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); 
 }  // extern "C"
 #pragma GCC visibility pop
 // NOLINTEND(bugprone-reserved-identifier)
-
-#endif  // DEEP_COMM_FIND_RACES

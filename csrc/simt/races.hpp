@@ -22,12 +22,8 @@ namespace deep_comm::simt {
 struct Block;
 struct Fiber;
 
-// Whether the kernels are compiled so that their plain accesses are seen (plain_accesses.cpp).
-#ifdef DEEP_COMM_FIND_RACES
-inline constexpr bool kFindsRaces = true;
-#else
-inline constexpr bool kFindsRaces = false;
-#endif
+// Whether this module's kernels are compiled so that their plain accesses are seen.
+bool finds_races();  // plain_accesses.cpp
 
 // By agent: its epochs up to that one come before. A value; copies share their memory until one of
 // them changes.

@@ -57,6 +57,11 @@ const SimulationOptions& check_options(const SimulationOptions& options) {
                                 " is not in [0, num_ranks = " + std::to_string(options.num_ranks) +
                                 ")");
   }
+  if (options.find_races && !finds_races()) {
+    throw std::invalid_argument(
+        "find_races: the kernels of this build do not note their plain accesses; build with "
+        "DEEP_COMM_FIND_RACES=ON");
+  }
   fault_bits(options.faults);
   return options;
 }

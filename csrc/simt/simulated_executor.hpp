@@ -70,7 +70,7 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   Fiber* pick_next() override;
   void on_fiber_start(Fiber* fiber) override {
     fiber->is_early = grid_of(fiber)->grid.begins_early;
-    if (kFindsRaces && options_.find_races && !block_of(fiber)->races) {
+    if (options_.find_races && !block_of(fiber)->races) {
       block_of(fiber)->races = std::make_unique<Races>(*block_of(fiber));
     }
     memory_.start_fiber(fiber);

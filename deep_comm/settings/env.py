@@ -232,6 +232,10 @@ BUILD_VARIABLES: dict[str, tuple[str, str]] = {
     "DEEP_COMM_CUDA_ARCHS": ("90a-real", "its architectures, in CMake's notation"),
     "DEEP_COMM_NVSHMEM": ("AUTO", "the NVSHMEM module: AUTO (built when both are found), ON, OFF"),
     "DEEP_COMM_TESTS": ("OFF", "the module of native tests"),
+    "DEEP_COMM_FIND_RACES": (
+        "OFF",
+        "simulations can find races in shared memory (docs/guide/testing.md)",
+    ),
     "DEEP_COMM_TRACE_LOW_LATENCY": (
         "OFF",
         "low-latency kernels on GPUs note their steps, too (docs/guide/tracing.md)",

@@ -104,8 +104,8 @@ def run(
             kernels time out as they would in life.
         collectives_order_memory: shuffles and votes order memory as sync_warp does. GPUs do this,
             PTX does not promise it.
-        find_races: an access to shared memory that nothing orders is an error. Plain accesses are
-            seen in builds with DEEP_COMM_TESTS alone.
+        find_races: an access to shared memory that nothing orders is an error. A ValueError unless
+            the build has DEEP_COMM_FIND_RACES=ON.
         weaken: a place in the kernels whose order is left out, "file:line:op:relaxed", or reaches
             less far, "file:line:op:narrow". See tools/mutate.
         timeout_s: real time after which ranks still running are given up.

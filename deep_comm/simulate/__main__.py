@@ -71,7 +71,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--races",
         action="store_true",
-        help="accesses to shared memory that nothing orders are errors (builds with tests)",
+        help="accesses to shared memory that nothing orders are errors (DEEP_COMM_FIND_RACES=ON)",
     )
     parser.add_argument("--prompt-bulk", action="store_true", help="bulk copies complete at once")
     parser.add_argument("--on-stuck", default="report", choices=["report", "clock"])

@@ -79,12 +79,9 @@ def _replays(
                 check(buffer, eager, Rendezvous(group).all_gather_object)
             elif call % 3 == 1:
                 received, idx, weights, _, handle, _ = buffer.dispatch(
-                    eager.x,
-                    topk_idx=eager.idx,
-                    topk_weights=eager.weights,
-                    num_experts=10,
+                    eager.x, topk_idx=eager.idx, topk_weights=eager.weights, num_experts=10,
                     config=config,
-                )
+                )  # fmt: skip
                 rows = _cached(
                     buffer, Step(eager.x, eager.idx, eager.weights, handle=handle), config
                 )

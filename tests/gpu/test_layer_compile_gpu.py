@@ -115,13 +115,9 @@ def compiled_gradients(group: Any, backend: str) -> None:
 def unused_result(group: Any, backend: str) -> None:
     num_ranks = group.size()
     case = LayerCase(
-        ((3,) * num_ranks, (4,) * num_ranks),
-        4,
-        4,
-        hidden=256,
-        experts=2 * num_ranks,
+        ((3,) * num_ranks, (4,) * num_ranks), 4, 4, hidden=256, experts=2 * num_ranks,
         mode="prefill",
-    )
+    )  # fmt: skip
     is_last = group.rank() == num_ranks - 1
     with build(group, case, torch.device("cuda", group.rank())) as layer, torch.no_grad():
 

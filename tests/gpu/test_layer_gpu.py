@@ -25,21 +25,14 @@ def sampled(seed: int, num_ranks: int, mode: str) -> LayerCase:
     if mode == "prefill":
         dtype = choose.choice((torch.bfloat16, torch.float16, torch.float32))
     return LayerCase(
-        random_steps(choose, num_ranks, most, few, 8 if mode == "auto" else 2),
-        max_tokens=most,
-        decode_tokens=few,
-        hidden=choose.choice((64, 1024, 7168)),
-        experts=choose.choice((3, 8, 19)),
-        topk=choose.choice((1, 2, 6)),
-        routing=choose.choice(ROUTINGS),
-        idx_dtype=choose.choice((torch.int64, torch.int32)),
-        dtype=dtype,
-        mode=mode,
-        alignment=choose.choice((1, 16, 128)),
+        random_steps(choose, num_ranks, most, few, 8 if mode == "auto" else 2), max_tokens=most,
+        decode_tokens=few, hidden=choose.choice((64, 1024, 7168)),
+        experts=choose.choice((3, 8, 19)), topk=choose.choice((1, 2, 6)),
+        routing=choose.choice(ROUTINGS), idx_dtype=choose.choice((torch.int64, torch.int32)),
+        dtype=dtype, mode=mode, alignment=choose.choice((1, 16, 128)),
         bounded=mode == "prefill" and choose.random() < 0.4,
-        how=choose.choice(("forward", "split", "async", "shared", "mixed")),
-        seed=seed,
-    )
+        how=choose.choice(("forward", "split", "async", "shared", "mixed")), seed=seed,
+    )  # fmt: skip
 
 
 def run_cases(group, cases: list[LayerCase]) -> list:

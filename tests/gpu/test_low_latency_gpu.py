@@ -14,12 +14,9 @@ import deep_comm
 from deep_comm.reference import low_latency as reference_low_latency
 
 RANGE = Range(
-    max_tokens=(1, 16, 128, 300),
-    hidden=(8, 1160, 7168),
-    hidden_fp8=(128, 2048, 7168),
-    experts=(3, 19, 64),
-    topk=(1, 4, 8),
-)
+    max_tokens=(1, 16, 128, 300), hidden=(8, 1160, 7168), hidden_fp8=(128, 2048, 7168),
+    experts=(3, 19, 64), topk=(1, 4, 8),
+)  # fmt: skip
 
 
 def sampled_case(seed: int, num_ranks: int) -> LowLatencyCase:

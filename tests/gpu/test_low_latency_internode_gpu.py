@@ -23,25 +23,17 @@ def shapes(num_ranks: int) -> list[tuple[int, int]]:
 
 
 RANGE = Range(
-    max_tokens=(1, 16, 128),
-    hidden=(8, 1160, 7168),
-    hidden_fp8=(128, 2048, 7168),
-    experts=(3, 19, 64),
-    topk=(1, 4, 8),
-)
+    max_tokens=(1, 16, 128), hidden=(8, 1160, 7168), hidden_fp8=(128, 2048, 7168),
+    experts=(3, 19, 64), topk=(1, 4, 8),
+)  # fmt: skip
 
 
 def sampled_case(seed: int, shape: tuple[int, int]) -> LowLatencyCase:
     choose = random.Random(seed * 64 + shape[0] * 8 + shape[1])
     return RANGE.draw(
-        choose,
-        shape[0] * shape[1],
-        zero_copy=False,
-        calls=2,
-        ranks_per_node=shape[1],
-        hand_on=choose.choice((0, 8, 1000)),
-        seed=seed,
-    )
+        choose, shape[0] * shape[1], zero_copy=False, calls=2, ranks_per_node=shape[1],
+        hand_on=choose.choice((0, 8, 1000)), seed=seed,
+    )  # fmt: skip
 
 
 def open_buffer(group, case: LowLatencyCase, num_bytes: int, timeout_s: float = 30.0):

@@ -5,8 +5,6 @@ beside torch with CUDA and sends rows between two GPUs.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 import venv
 import zipfile
@@ -14,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
+from wheels import build_wheel, run
 
 PROGRAM = """
 import os, pathlib, sys
@@ -49,31 +46,10 @@ if __name__ == "__main__":
 """
 
 
-def run(*command: object, **options) -> str:
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=560, **options
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(1200)
 def test_wheel_with_cuda_is_imported_and_dispatches(tmp_path: Path) -> None:
-    for needed in ("scikit_build_core", "pybind11"):
-        pytest.importorskip(needed)
-    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    variables |= {"DEEP_COMM_CUDA": "ON", "DEEP_COMM_TESTS": "OFF"}
-    if shutil.which("ccache"):
-        variables |= {
-            "CMAKE_CXX_COMPILER_LAUNCHER": "ccache",
-            "CMAKE_CUDA_COMPILER_LAUNCHER": "ccache",
-        }
-    run(
-        sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
-        f"--config-settings=build-dir={tmp_path / 'build'}", "-w", tmp_path, ROOT, env=variables,
-    )  # fmt: skip
-    (wheel,) = tmp_path.glob("*.whl")
+    wheel = build_wheel(tmp_path, cuda="ON")
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if name.startswith("deep_comm/_cuda.") and name.endswith(".so")]
     # pip of the outside installs it, so that the environment needs none.
@@ -89,6 +65,7 @@ def test_wheel_with_cuda_is_imported_and_dispatches(tmp_path: Path) -> None:
     # deep_comm's, stay shut.
     outside = Path(torch.__file__).parents[1]
     (Path(site) / "torch_from_outside.pth").write_text(f"{outside}\n")
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     environment = {**variables, "WHEEL_FOLDER": site}

@@ -36,8 +36,15 @@ enum class HandOver : int64_t {
   kRelaxedRead,
 };
 
-void give(const Args& args, HandOver how) {
+// The giver's side, or the taker's.
+void hand_over(const Args& args, HandOver how, bool gives) {
   uint64_t* word = how == HandOver::kWordOfGlobalMemory ? args.memory : &shared()->word;
+  const bool stores = gives && lane_idx() == 0;
+  const auto seen = [word](auto load) {
+    while (load(word) == 0) wait_hint<uint64_t>(word, 0, nullptr, ~uint64_t{0});
+  };
+  const auto relaxed = [](uint64_t* from) { return ld_relaxed_sys(from); };
+  const auto acquire = [](uint64_t* from) { return ld_acquire_gpu(from); };
   switch (how) {
     case HandOver::kNothing:
       break;
@@ -48,60 +55,34 @@ void give(const Args& args, HandOver how) {
       sync_named(1, 64);
       break;
     case HandOver::kArriveAndSync:
-      arrive_named(1, 64);
+      gives ? arrive_named(1, 64) : sync_named(1, 64);
       break;
     case HandOver::kMbarrier:
     case HandOver::kMbarrierPhaseLate:
-      if (lane_idx() == 0) mbarrier_arrive(&shared()->barrier);
+      if (stores) mbarrier_arrive(&shared()->barrier);
+      if (!gives) wait_parity(&shared()->barrier, 0);
       break;
     case HandOver::kWord:
     case HandOver::kWordOfGlobalMemory:
-    case HandOver::kRelaxedRead:
-      if (lane_idx() == 0) st_release_gpu(word, uint64_t{1});
-      break;
-    case HandOver::kWordAndFences:
-      fence_acq_rel_cta();
-      if (lane_idx() == 0) st_relaxed_sys(word, uint64_t{1});
-      break;
-    case HandOver::kAtomics:
-      if (lane_idx() == 0) atomic_add_acq_rel_cta(word, uint64_t{1});
-      break;
-    case HandOver::kRelaxedWord:
-      if (lane_idx() == 0) st_relaxed_sys(word, uint64_t{1});
-      break;
-  }
-}
-
-void take(const Args& args, HandOver how) {
-  uint64_t* word = how == HandOver::kWordOfGlobalMemory ? args.memory : &shared()->word;
-  switch (how) {
-    case HandOver::kNothing:
-      break;
-    case HandOver::kSyncBlock:
-      sync_block_apart();
-      break;
-    case HandOver::kNamedBarrier:
-    case HandOver::kArriveAndSync:
-      sync_named(1, 64);
-      break;
-    case HandOver::kMbarrier:
-    case HandOver::kMbarrierPhaseLate:
-      wait_parity(&shared()->barrier, 0);
-      break;
-    case HandOver::kWord:
-    case HandOver::kWordOfGlobalMemory:
-    case HandOver::kRelaxedWord:
-      while (ld_acquire_gpu(word) == 0) wait_hint<uint64_t>(word, 0, nullptr, ~uint64_t{0});
-      break;
-    case HandOver::kWordAndFences:
-      while (ld_relaxed_sys(word) == 0) wait_hint<uint64_t>(word, 0, nullptr, ~uint64_t{0});
-      fence_acq_rel_cta();
+      if (stores) st_release_gpu(word, uint64_t{1});
+      if (!gives) seen(acquire);
       break;
     case HandOver::kRelaxedRead:
-      while (ld_relaxed_sys(word) == 0) wait_hint<uint64_t>(word, 0, nullptr, ~uint64_t{0});
+      if (stores) st_release_gpu(word, uint64_t{1});
+      if (!gives) seen(relaxed);
+      break;
+    case HandOver::kRelaxedWord:
+      if (stores) st_relaxed_sys(word, uint64_t{1});
+      if (!gives) seen(acquire);
+      break;
+    case HandOver::kWordAndFences:
+      if (!gives) seen(relaxed);
+      fence_acq_rel_cta();
+      if (stores) st_relaxed_sys(word, uint64_t{1});
       break;
     case HandOver::kAtomics:
-      while (atomic_add_acq_rel_cta(word, uint64_t{0}) == 0) nanosleep(100);
+      if (stores) atomic_add_acq_rel_cta(word, uint64_t{1});
+      while (!gives && atomic_add_acq_rel_cta(word, uint64_t{0}) == 0) nanosleep(100);
       break;
   }
 }
@@ -125,9 +106,9 @@ void race_of_warps(const Args& args) {
         shared()->value = 7;
       }
     }
-    give(args, how);
+    hand_over(args, how, true);
   } else {
-    take(args, how);
+    hand_over(args, how, false);
     if (lane_idx() == 5) {
       if (reads_first) {
         shared()->value = 7;

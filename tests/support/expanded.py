@@ -100,15 +100,10 @@ def call_in_steps(
     options = dict(options or {})
     given = Given.to(buffer, case, call)
     recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
-        given.x,
-        **routing_arguments(buffer, case, given, options),
-        expert_alignment=case.alignment,
-        num_worst_tokens=worst_rows(case),
-        config=config,
-        expand=True,
-        zero_padding=case.seed % 2 == 0,
-        **options,
-    )
+        given.x, **routing_arguments(buffer, case, given, options), expert_alignment=case.alignment,
+        num_worst_tokens=worst_rows(case), config=config, expand=True,
+        zero_padding=case.seed % 2 == 0, **options,
+    )  # fmt: skip
     _wait(event)
     yield
     recv_x, recv_scales = parts_of(recv)
@@ -137,34 +132,22 @@ def call_in_steps(
     weighted_x = None
     if recv_weights is not None:
         weighted_x, no_weights, event = buffer.combine(
-            y,
-            handle,
-            topk_weights=recv_weights,
-            bias=bias,
-            config=config,
-            apply_weights=True,
+            y, handle, topk_weights=recv_weights, bias=bias, config=config, apply_weights=True,
             **options,
-        )
+        )  # fmt: skip
         _wait(event)
         assert no_weights is None
     yield
     return ReceivedExpanded(
-        recv_x=_to_host(recv_x),
-        recv_scales=_to_host_if(recv_scales),
-        recv_topk_idx=_to_host(recv_topk_idx),
-        recv_topk_weights=_to_host_if(recv_weights),
-        counts=list(counts),
-        expert_offsets=_to_host(expansion.expert_offsets),
-        expert_counts=_to_host(expansion.expert_counts),
-        recv_rows=_to_host(expansion.recv_rows),
-        recv_src_idx=_to_host(handle.recv_src_idx),
-        cached_x=_to_host(cached_x),
-        cached_scales=_to_host_if(cached_scales),
-        combined_x=_to_host(combined_x),
-        combined_weights=_to_host_if(combined_weights),
-        weighted_x=_to_host_if(weighted_x),
+        recv_x=_to_host(recv_x), recv_scales=_to_host_if(recv_scales),
+        recv_topk_idx=_to_host(recv_topk_idx), recv_topk_weights=_to_host_if(recv_weights),
+        counts=list(counts), expert_offsets=_to_host(expansion.expert_offsets),
+        expert_counts=_to_host(expansion.expert_counts), recv_rows=_to_host(expansion.recv_rows),
+        recv_src_idx=_to_host(handle.recv_src_idx), cached_x=_to_host(cached_x),
+        cached_scales=_to_host_if(cached_scales), combined_x=_to_host(combined_x),
+        combined_weights=_to_host_if(combined_weights), weighted_x=_to_host_if(weighted_x),
         cached_bytes=cached_bytes,
-    )
+    )  # fmt: skip
 
 
 def call_once(*given: Any) -> ReceivedExpanded:

@@ -58,12 +58,9 @@ class LowLatencyCase:
                 one_rounding=True, is_internode=self.ranks_per_node is not None, can_shrink=True,
             )  # fmt: skip
         return deep_comm.Buffer.get_low_latency_rdma_size_hint(
-            self.max_tokens,
-            self.hidden,
-            self.num_ranks,
-            self.experts,
+            self.max_tokens, self.hidden, self.num_ranks, self.experts,
             ranks_per_node=self.ranks_per_node,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,19 +87,13 @@ class Range:
             topk = self.topk_one_rounding
         drawn: dict[str, Any] = dict(
             hidden=choose.choice(self.hidden_fp8 if use_fp8 else self.hidden),
-            experts=choose.choice(self.experts),
-            topk=choose.choice(topk),
-            routing=choose.choice(ROUTINGS),
-            idx_dtype=choose.choice((torch.int64, torch.int32)),
-            use_fp8=use_fp8,
-            round_scale=round_scale,
-            use_ue8m0=round_scale and choose.random() < 0.5,
-            compact=compact,
-            weights_ahead=choose.random() < 0.4,
-            one_rounding=one_rounding,
-            mode=choose.choice(self.modes),
-            zero_copy=choose.random() < 0.3,
-        )
+            experts=choose.choice(self.experts), topk=choose.choice(topk),
+            routing=choose.choice(ROUTINGS), idx_dtype=choose.choice((torch.int64, torch.int32)),
+            use_fp8=use_fp8, round_scale=round_scale,
+            use_ue8m0=round_scale and choose.random() < 0.5, compact=compact,
+            weights_ahead=choose.random() < 0.4, one_rounding=one_rounding,
+            mode=choose.choice(self.modes), zero_copy=choose.random() < 0.3,
+        )  # fmt: skip
         tokens = [choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)]
         return LowLatencyCase(tuple(tokens), max_tokens, **(drawn | options))
 
@@ -140,13 +131,9 @@ def inputs_of(case: LowLatencyCase, rank: int, call: int) -> tuple[Tensor, Tenso
     if count > 1 and case.hidden >= 128:
         x[1, :128] = 0  # a block of zeros has a scale as well
     routing = Case(
-        tuple(num_tokens(case, r, call) for r in range(case.num_ranks)),
-        experts=case.experts,
-        topk=case.topk,
-        routing=case.routing,
-        idx_dtype=case.idx_dtype,
-        seed=case.seed,
-    )
+        tuple(num_tokens(case, r, call) for r in range(case.num_ranks)), experts=case.experts,
+        topk=case.topk, routing=case.routing, idx_dtype=case.idx_dtype, seed=case.seed,
+    )  # fmt: skip
     weights = torch.rand(count, case.topk, generator=generator)
     return x, make_topk_idx(routing, rank, call), weights
 
@@ -191,20 +178,12 @@ class Pair:
     def dispatch(self) -> Any:
         case = self.case
         self.payload, self.recv_count, self.handle, event, hook = self.buffer.low_latency_dispatch(
-            self.x,
-            self.idx,
-            case.max_tokens,
-            case.experts,
-            use_fp8=case.use_fp8,
-            round_scale=case.round_scale,
-            use_ue8m0=case.use_ue8m0,
-            async_finish=case.mode == "async",
-            return_recv_hook=case.mode in ("hook", "late"),
-            topk_weights=self.weights if case.weights_ahead else None,
-            use_nvfp4=case.use_nvfp4,
-            x_global_scale=self.global_scale,
-            compact=case.compact,
-        )
+            self.x, self.idx, case.max_tokens, case.experts, use_fp8=case.use_fp8,
+            round_scale=case.round_scale, use_ue8m0=case.use_ue8m0,
+            async_finish=case.mode == "async", return_recv_hook=case.mode in ("hook", "late"),
+            topk_weights=self.weights if case.weights_ahead else None, use_nvfp4=case.use_nvfp4,
+            x_global_scale=self.global_scale, compact=case.compact,
+        )  # fmt: skip
         return self._hooked(event, hook)
 
     def combine(self) -> Any:
@@ -214,15 +193,11 @@ class Pair:
         if case.zero_copy:
             self.buffer.get_next_low_latency_combine_buffer(self.handle).copy_(self.rows)
         self.combined_x, event, hook = self.buffer.low_latency_combine(
-            self.rows,
-            self.idx,
-            None if case.weights_ahead and not case.one_rounding else self.weights,
-            self.handle,
-            zero_copy=case.zero_copy,
-            one_rounding=case.one_rounding,
-            async_finish=case.mode == "async",
-            return_recv_hook=case.mode in ("hook", "late"),
-        )
+            self.rows, self.idx,
+            None if case.weights_ahead and not case.one_rounding else self.weights, self.handle,
+            zero_copy=case.zero_copy, one_rounding=case.one_rounding,
+            async_finish=case.mode == "async", return_recv_hook=case.mode in ("hook", "late"),
+        )  # fmt: skip
         return self._hooked(event, hook)
 
     def run(self) -> None:

@@ -21,16 +21,9 @@ RANKS_PER_HOST = 3
 HOSTS = 2
 
 TWO_TIER = dict(
-    hidden=48,
-    experts=12,
-    topk=4,
-    num_sms=4,
-    send_chunk=1,
-    slots=3,
-    rail_chunk=1,
-    rail_slots=3,
+    hidden=48, experts=12, topk=4, num_sms=4, send_chunk=1, slots=3, rail_chunk=1, rail_slots=3,
     biases=1,
-)
+)  # fmt: skip
 SINGLE = dict(hidden=48, experts=7, topk=3, num_sms=2, send_chunk=1, slots=3, biases=1)
 
 

@@ -25,28 +25,18 @@ TOKENS: dict[str, Callable[[int, int], int]] = {
 
 # dtype of the payload and the scale rows beside it.
 PAYLOADS: list[tuple[torch.dtype, Scales | None]] = [
-    (torch.bfloat16, None),
-    (torch.float16, None),
-    (torch.float32, None),
-    (torch.int64, None),
-    (torch.uint8, None),
-    (torch.int8, Scales(7, torch.float32, "row")),
+    (torch.bfloat16, None), (torch.float16, None), (torch.float32, None), (torch.int64, None),
+    (torch.uint8, None), (torch.int8, Scales(7, torch.float32, "row")),
     (torch.int8, Scales(1, torch.float32, "padded")),
     (torch.float8_e4m3fn, Scales(8, torch.float32, "column")),
     (torch.float8_e4m3fn, Scales(3, torch.int32, "column")),
     (torch.uint8, Scales(5, torch.uint8, "padded")),
-]
+]  # fmt: skip
 
 # num_sms, rows per publication of a tail, slots of a ring; None: the default config.
 RINGS: list[tuple[int, int, int] | None] = [
-    None,
-    (1, 1, 1),
-    (1, 4, 16),
-    (2, 3, 7),
-    (3, 1, 2),
-    (1, 8, 8),
-    (4, 2, 5),
-]
+    None, (1, 1, 1), (1, 4, 16), (2, 3, 7), (3, 1, 2), (1, 8, 8), (4, 2, 5),
+]  # fmt: skip
 
 DIMENSIONS: dict[str, Sequence[Any]] = {
     "ranks": [1, 2, 3, 4, 5, 6, 7, 8],

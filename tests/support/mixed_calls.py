@@ -82,18 +82,12 @@ def _layer_of(choose: random.Random, num_ranks: int, ranks_per_node: int | None)
     dtype = torch.bfloat16 if fp8 else choose.choice((torch.bfloat16, torch.float32))
     modes = ("auto", "prefill", "decode") if dtype == torch.bfloat16 else ("auto", "prefill")
     return LayerCase(
-        ((0,) * num_ranks,),
-        max_tokens=choose.choice((4, 20)),
-        decode_tokens=choose.choice((2, 4)),
+        ((0,) * num_ranks,), max_tokens=choose.choice((4, 20)), decode_tokens=choose.choice((2, 4)),
         hidden=choose.choice((128, 256) if fp8 else (64, 128, 256)),
-        experts=choose.choice((num_ranks, 8, 2 * num_ranks + 3)),
-        topk=choose.choice((1, 2, 4)),
-        dtype=dtype,
-        fp8=fp8,
-        mode=choose.choice(modes),
-        alignment=choose.choice((1, 1, 4)),
+        experts=choose.choice((num_ranks, 8, 2 * num_ranks + 3)), topk=choose.choice((1, 2, 4)),
+        dtype=dtype, fp8=fp8, mode=choose.choice(modes), alignment=choose.choice((1, 1, 4)),
         ranks_per_node=ranks_per_node,
-    )
+    )  # fmt: skip
 
 
 class Site:

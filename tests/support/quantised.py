@@ -56,13 +56,9 @@ class Formed(NamedTuple):
 
 
 FORMS = [
-    Form(),
-    Form(round_scale=True),
-    Form(round_scale=True, use_ue8m0=True),
-    Form(column_major=True),
-    Form(round_scale=True, use_ue8m0=True, column_major=True, expand=True),
-    Form(expand=True),
-]
+    Form(), Form(round_scale=True), Form(round_scale=True, use_ue8m0=True), Form(column_major=True),
+    Form(round_scale=True, use_ue8m0=True, column_major=True, expand=True), Form(expand=True),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,22 +105,15 @@ def call_in_steps(
         inputs = make_inputs(case, rank, call)
         rows = [rows_of(case, rank, number) for number in (call, call + CACHED_CALL)]
     options.update(
-        config=case.config(),
-        use_fp8=True,
-        round_scale=form.round_scale,
-        use_ue8m0=form.use_ue8m0,
+        config=case.config(), use_fp8=True, round_scale=form.round_scale, use_ue8m0=form.use_ue8m0,
         column_major_scales=form.column_major,
-    )
+    )  # fmt: skip
     first, recv_topk_idx, _, _, handle, event = buffer.dispatch(
-        _to(rows[0], device),
-        topk_idx=_to(inputs.topk_idx, device),
-        topk_weights=_to(inputs.topk_weights, device),
-        num_experts=case.experts,
-        expert_alignment=case.alignment,
-        num_worst_tokens=worst_rows(case),
-        expand=form.expand,
+        _to(rows[0], device), topk_idx=_to(inputs.topk_idx, device),
+        topk_weights=_to(inputs.topk_weights, device), num_experts=case.experts,
+        expert_alignment=case.alignment, num_worst_tokens=worst_rows(case), expand=form.expand,
         **options,
-    )
+    )  # fmt: skip
     _wait(event)
     yield
     before = rail_bytes(buffer)

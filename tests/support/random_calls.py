@@ -50,27 +50,20 @@ def common(choose: random.Random, num_ranks: int) -> dict[str, Any]:
 
 def single_tier(choose: random.Random, num_ranks: int, number: int) -> Case:
     return Case(
-        tokens_of(choose, num_ranks),
-        **common(choose, num_ranks),
-        num_sms=choose.choice((None, 1, 2, 3)),
-        has_weights=number % 5 > 0,
-        seed=number,
-    )
+        tokens_of(choose, num_ranks), **common(choose, num_ranks),
+        num_sms=choose.choice((None, 1, 2, 3)), has_weights=number % 5 > 0, seed=number,
+    )  # fmt: skip
 
 
 def two_tier(ranks_per_node: int) -> Callable[[random.Random, int, int], InternodeCase]:
     def case_of(choose: random.Random, num_ranks: int, number: int) -> InternodeCase:
         rail_slots = choose.choice((2, 3, 8))
         return InternodeCase(
-            tokens_of(choose, num_ranks),
-            **common(choose, num_ranks),
-            num_sms=choose.choice((None, 2, 4)),
-            rail_slots=rail_slots,
-            rail_chunk=choose.randint(1, rail_slots // 2),
-            ranks_per_node=ranks_per_node,
-            has_weights=number % 5 > 0,
-            seed=number,
-        )
+            tokens_of(choose, num_ranks), **common(choose, num_ranks),
+            num_sms=choose.choice((None, 2, 4)), rail_slots=rail_slots,
+            rail_chunk=choose.randint(1, rail_slots // 2), ranks_per_node=ranks_per_node,
+            has_weights=number % 5 > 0, seed=number,
+        )  # fmt: skip
 
     return case_of
 

@@ -75,22 +75,14 @@ def completed(steps: Steps[T]) -> T:
 CACHED_CALL = 512
 
 ONE_TIER_FIELDS = (
-    "is_token_in_rank",
-    "rank_prefix_matrix",
-    "channel_prefix_matrix",
-    "recv_channel_prefix_matrix",
+    "is_token_in_rank", "rank_prefix_matrix", "channel_prefix_matrix", "recv_channel_prefix_matrix",
     "recv_src_idx",
-)
+)  # fmt: skip
 TWO_TIER_FIELDS = (
-    "is_token_in_rank",
-    "rdma_channel_prefix_matrix",
-    "gbl_channel_prefix_matrix",
-    "recv_rdma_channel_prefix_matrix",
-    "recv_rdma_rank_prefix_sum",
-    "recv_gbl_channel_prefix_matrix",
-    "recv_gbl_rank_prefix_sum",
-    "send_rdma_head",
-)
+    "is_token_in_rank", "rdma_channel_prefix_matrix", "gbl_channel_prefix_matrix",
+    "recv_rdma_channel_prefix_matrix", "recv_rdma_rank_prefix_sum",
+    "recv_gbl_channel_prefix_matrix", "recv_gbl_rank_prefix_sum", "send_rdma_head",
+)  # fmt: skip
 DEVICE_COUNTS = (
     "num_recv_tokens_tensor",
     "num_recv_tokens_per_rank",
@@ -230,14 +222,9 @@ def call_in_steps(
     given = Given.to(buffer, case, call)
     arguments = routing_arguments(buffer, case, given, options)
     recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
-        given.x,
-        **arguments,
-        expert_alignment=case.alignment,
-        num_worst_tokens=case.num_worst_tokens,
-        zero_tail=case.zero_tail,
-        config=config,
-        **options,
-    )
+        given.x, **arguments, expert_alignment=case.alignment,
+        num_worst_tokens=case.num_worst_tokens, zero_tail=case.zero_tail, config=config, **options,
+    )  # fmt: skip
     _wait(event)
     yield
     recv_x, recv_scales = parts_of(recv)
@@ -266,18 +253,13 @@ def call_in_steps(
     yield
     per_node = arguments.get("num_tokens_per_rdma_rank")
     return Received(
-        recv_x=_to_host(received[0]),
-        recv_scales=_to_host_if(received[1]),
-        recv_topk_idx=_to_host(received[2]),
-        recv_topk_weights=_to_host_if(received[3]),
-        counts=list(counts),
-        num_tokens_per_node=_to_host_if(per_node),
+        recv_x=_to_host(received[0]), recv_scales=_to_host_if(received[1]),
+        recv_topk_idx=_to_host(received[2]), recv_topk_weights=_to_host_if(received[3]),
+        counts=list(counts), num_tokens_per_node=_to_host_if(per_node),
         handle={name: _to_host(getattr(handle, name)) for name in HANDLE_FIELDS[is_internode]},
-        cached_x=_to_host(cached_x),
-        cached_bytes=cached_bytes,
-        combined_x=_to_host(combined_x),
+        cached_x=_to_host(cached_x), cached_bytes=cached_bytes, combined_x=_to_host(combined_x),
         combined_weights=_to_host_if(combined_weights),
-    )
+    )  # fmt: skip
 
 
 def call_once(*given: Any) -> Received:
@@ -385,12 +367,9 @@ def verify_call(case: Case, received: Sequence[Received | None], call: int) -> N
     inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
     num_channels = next(num_channels_of(got) for got in received if got is not None)
     expected: Any = dispatched_by_reference(
-        case,
-        inputs,
-        num_channels=num_channels,
-        expert_alignment=case.alignment,
+        case, inputs, num_channels=num_channels, expert_alignment=case.alignment,
         num_worst_tokens=case.num_worst_tokens,
-    )
+    )  # fmt: skip
     is_internode = isinstance(case, InternodeCase)
     wanted = [want.received if is_internode else want for want in expected]
     outputs = [

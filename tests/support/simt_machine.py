@@ -54,14 +54,9 @@ def run_direct(
     memory = words() if memory is None else memory
     shape = shape or Shape()
     native.run(
-        memory=memory,
-        kernel=kernel,
-        rank=rank,
-        num_blocks=shape.num_blocks,
-        num_threads=shape.num_threads,
-        smem_bytes=shape.smem_bytes,
-        params=list(params),
-    )
+        memory=memory, kernel=kernel, rank=rank, num_blocks=shape.num_blocks,
+        num_threads=shape.num_threads, smem_bytes=shape.smem_bytes, params=list(params),
+    )  # fmt: skip
     return memory
 
 
@@ -77,16 +72,10 @@ def launch(
 ) -> None:
     shape = shape or Shape()
     native.launch(
-        simulation,
-        stream=stream,
-        memory=memory,
-        kernel=kernel,
-        rank=rank,
-        num_blocks=shape.num_blocks,
-        num_threads=shape.num_threads,
-        smem_bytes=shape.smem_bytes,
+        simulation, stream=stream, memory=memory, kernel=kernel, rank=rank,
+        num_blocks=shape.num_blocks, num_threads=shape.num_threads, smem_bytes=shape.smem_bytes,
         params=list(params),
-    )
+    )  # fmt: skip
 
 
 def run_ranks(simulation: Any, bodies: Sequence[Callable[[], None]]) -> list[BaseException | None]:

@@ -86,9 +86,6 @@ def run_late(
                 for late_rank in range(num_ranks):
                     late = LateBuffer(buffer, stage if buffer.rank == late_rank else "none")
                     results.append(
-                        (
-                            case,
-                            [call_once(late, case, call) for call in range(case.calls)],
-                        )
-                    )
+                        (case, [call_once(late, case, call) for call in range(case.calls)]),
+                    )  # fmt: skip
     return results

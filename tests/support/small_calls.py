@@ -51,14 +51,11 @@ def layout_of(buffer: Any, idx: torch.Tensor) -> dict[str, torch.Tensor]:
 def routing_bytes(handle: deep_comm.Handle) -> int:
     """Of the routing block, whose parts begin at multiples of 16 bytes."""
     parts = [
-        4 * handle.num_ranks**2,
-        4 * handle.channel_prefix_matrix.numel(),
+        4 * handle.num_ranks**2, 4 * handle.channel_prefix_matrix.numel(),
         4 * handle.recv_channel_prefix_matrix.numel(),
-        4 * handle.num_recv_tokens_per_expert.numel(),
-        4 * handle.send_head.numel(),
-        4 * (1 + handle.num_ranks),
-        handle.is_token_in_rank.numel(),
-    ]
+        4 * handle.num_recv_tokens_per_expert.numel(), 4 * handle.send_head.numel(),
+        4 * (1 + handle.num_ranks), handle.is_token_in_rank.numel(),
+    ]  # fmt: skip
     return -(-sum(-(-part // 16) * 16 for part in parts) // 128) * 128
 
 

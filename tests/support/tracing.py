@@ -29,15 +29,11 @@ STEPS_OF_EVERY_BLOCK = {
 }
 # And what some note, between which of these.
 STEPS_OF_SOME = {
-    "notify_dispatch": ("counted", "entered", "left"),
-    "dispatch": (),
-    "combine": ("begun", "sent"),
-    "low_latency_dispatch": ("begun", "counted", "sent"),
-    "low_latency_combine": ("begun", "sent"),
-    "internode_notify": (),
-    "internode_dispatch": ("begun", "sent", "received"),
+    "notify_dispatch": ("counted", "entered", "left"), "dispatch": (), "combine": ("begun", "sent"),
+    "low_latency_dispatch": ("begun", "counted", "sent"), "low_latency_combine": ("begun", "sent"),
+    "internode_notify": (), "internode_dispatch": ("begun", "sent", "received"),
     "internode_combine": ("begun", "sent", "left"),
-}
+}  # fmt: skip
 
 
 def inputs(seed: int, num_tokens: int, device: torch.device | str) -> list[torch.Tensor]:

@@ -27,12 +27,9 @@ from typing import NoReturn
 
 # With what they need.
 PROGRAMS = (
-    "torch.distributed.run",
-    "deep_comm.bench.__main__",
-    "deep_comm.demo.__main__",
-    "deep_comm.doctor.__main__",
-    "deep_comm.simulate.__main__",
-)
+    "torch.distributed.run", "deep_comm.bench.__main__", "deep_comm.demo.__main__",
+    "deep_comm.doctor.__main__", "deep_comm.simulate.__main__",
+)  # fmt: skip
 
 MAX_REQUEST = 1 << 20
 

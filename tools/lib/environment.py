@@ -291,9 +291,8 @@ def site_packages(interpreter: Path) -> Path:
 
 
 def fingerprint_sources(interpreter: Path, nvcc: str | None) -> str:
-    digest = hashlib.sha256(
-        f"{interpreter}\0{nvcc}\0{os.environ.get('CMAKE_ARGS')}\0{CUDA_IS_OFF}".encode()
-    )
+    options = [os.environ.get(name) for name in ("CMAKE_ARGS", "DEEP_COMM_FIND_RACES")]
+    digest = hashlib.sha256(f"{interpreter}\0{nvcc}\0{options}\0{CUDA_IS_OFF}".encode())
     for name in SOURCES:
         path = ROOT / name
         files = [path] if path.is_file() else sorted(path.rglob("*"))

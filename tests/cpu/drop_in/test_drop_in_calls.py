@@ -219,14 +219,9 @@ def test_a_payload_of_three_parts_is_refused_by_name() -> None:
             parts = (torch.ones(4, 32, dtype=torch.int32), torch.ones(4, 4, dtype=torch.int32))
             with pytest.raises(ValueError, match="^x "):
                 buffer.dispatch(
-                    (*parts, torch.ones(4, 1)),
-                    None,
-                    *layout[:2],
-                    layout[3],
-                    layout[2],
-                    ids,
+                    (*parts, torch.ones(4, 1)), None, *layout[:2], layout[3], layout[2], ids,
                     weights,
-                )
+                )  # fmt: skip
 
     alone(fn)
 

@@ -47,15 +47,10 @@ def server_defaults(on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def quant(kind: str) -> SimpleNamespace:
     fp8 = kind == "fp8"
     return SimpleNamespace(
-        is_block_quantized=fp8,
-        quant_dtype=torch.float8_e4m3fn if fp8 else None,
-        block_shape=[128, 128] if fp8 else None,
-        per_act_token_quant=False,
-        a1_scale=None,
-        a1_gscale=None,
-        a2_scale=None,
-        is_scale_swizzled=True,
-    )
+        is_block_quantized=fp8, quant_dtype=torch.float8_e4m3fn if fp8 else None,
+        block_shape=[128, 128] if fp8 else None, per_act_token_quant=False, a1_scale=None,
+        a1_gscale=None, a2_scale=None, is_scale_swizzled=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("ours", [adapter.NormalPrepareFinalize, adapter.LowLatencyPrepareFinalize])
@@ -228,13 +223,9 @@ def test_two_micro_batches_of_the_standard_format(
                 out = standard_experts(rows, scale, recv_ids, recv_weights, first, num_local)
                 outputs.append(torch.empty_like(inputs[batch][0]))
                 receivers[batch] = prepare_finalize.finalize_async(
-                    outputs[batch],
-                    out,
-                    recv_weights,
-                    recv_ids,
-                    False,
+                    outputs[batch], out, recv_weights, recv_ids, False,
                     TopKWeightAndReduceDelegate(),
-                )
+                )  # fmt: skip
             for batch in range(2):
                 ubatching.enable(batch)
                 receivers[batch]()

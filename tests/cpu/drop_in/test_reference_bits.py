@@ -216,12 +216,9 @@ def test_the_rows_show_every_order() -> None:
     case = BitsCase(4, num_biases=1)
     nodes = BitsCase(4, 2, num_biases=1)
     ways = [
-        (case, v1_sum),
-        (case, v2_sum),
-        (case, biases_last),
-        (BitsCase(4, num_biases=1, expand=True, multiple=False), v2_sum),
-        (nodes, v2_sum),
-    ]
+        (case, v1_sum), (case, v2_sum), (case, biases_last),
+        (BitsCase(4, num_biases=1, expand=True, multiple=False), v2_sum), (nodes, v2_sum),
+    ]  # fmt: skip
     sums = [torch.cat([wanted(case, rank, total) for rank in range(4)]) for case, total in ways]
     for first in range(len(sums)):
         for second in range(first):

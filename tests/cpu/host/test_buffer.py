@@ -53,18 +53,10 @@ def test_attributes_are_those_that_callers_read() -> None:
 def test_constructor_positions_are_those_that_callers_use() -> None:
     names = list(inspect.signature(Buffer).parameters)
     assert names[:11] == [
-        "group",
-        "num_nvl_bytes",
-        "num_rdma_bytes",
-        "low_latency_mode",
-        "num_qps_per_rank",
-        "allow_nvlink_for_low_latency_mode",
-        "allow_mnnvl",
-        "use_fabric",
-        "explicitly_destroy",
-        "enable_shrink",
-        "comm",
-    ]
+        "group", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_qps_per_rank",
+        "allow_nvlink_for_low_latency_mode", "allow_mnnvl", "use_fabric", "explicitly_destroy",
+        "enable_shrink", "comm",
+    ]  # fmt: skip
 
 
 def test_a_buffer_dies_with_its_last_reference() -> None:
@@ -268,13 +260,9 @@ def test_ring_bytes_hold_the_rings_of_every_call_it_allows(
         hint = config.ring_bytes(hidden_bytes, num_ranks)
         for num_topk, scale_row_bytes in ((0, 0), (8, 224), (64, 512)):
             needed = _core.Engine.ring_bytes(
-                num_ranks=num_ranks,
-                num_channels=config.num_channels,
-                num_slots=config.num_slots,
-                row_bytes=hidden_bytes,
-                scale_row_bytes=scale_row_bytes,
-                num_topk=num_topk,
-            )
+                num_ranks=num_ranks, num_channels=config.num_channels, num_slots=config.num_slots,
+                row_bytes=hidden_bytes, scale_row_bytes=scale_row_bytes, num_topk=num_topk,
+            )  # fmt: skip
             assert needed <= hint
 
 

@@ -21,12 +21,9 @@ def test_defaults_are_those_that_callers_know() -> None:
 
 def test_keywords_and_positions_mean_the_same() -> None:
     keywords = Config(
-        num_sms=8,
-        num_max_nvl_chunked_send_tokens=4,
-        num_max_nvl_chunked_recv_tokens=64,
-        num_max_rdma_chunked_send_tokens=8,
-        num_max_rdma_chunked_recv_tokens=32,
-    )
+        num_sms=8, num_max_nvl_chunked_send_tokens=4, num_max_nvl_chunked_recv_tokens=64,
+        num_max_rdma_chunked_send_tokens=8, num_max_rdma_chunked_recv_tokens=32,
+    )  # fmt: skip
     assert keywords == Config(8, 4, 64, 8, 32)
     assert keywords.num_channels == 8
 
@@ -154,15 +151,10 @@ def _plan(
     bytes."""
     planned = host_default() if config is None else config
     plan: tuple[int, int, int] = _simt_tests.plan_channels(
-        planned.num_sms,
-        planned.num_max_nvl_chunked_send_tokens,
-        planned.num_max_nvl_chunked_recv_tokens,
-        config is not None,
-        num_channels,
-        num_nvl_bytes,
-        num_nvl_bytes if num_ring_bytes is None else num_ring_bytes,
-        max_sms,
-    )
+        planned.num_sms, planned.num_max_nvl_chunked_send_tokens,
+        planned.num_max_nvl_chunked_recv_tokens, config is not None, num_channels, num_nvl_bytes,
+        num_nvl_bytes if num_ring_bytes is None else num_ring_bytes, max_sms,
+    )  # fmt: skip
     return plan
 
 

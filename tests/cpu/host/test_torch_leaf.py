@@ -90,17 +90,11 @@ def tensors() -> Iterator[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("tensor", [pytest.param(made, id=name) for name, made in tensors()])
 def test_a_tensor_is_read_as_torch_describes_it(tensor: torch.Tensor, leaf: str) -> None:
     assert reader(leaf).read(tensor) == {
-        "kind": "tensor",
-        "object": tensor,
-        "is_on_device": True,
-        "dtype": tensor.dtype,
-        "num_bytes": tensor.element_size(),
-        "num_dims": tensor.dim(),
-        "shape": list(tensor.shape),
-        "strides": list(tensor.stride()),
-        "address": tensor.data_ptr(),
+        "kind": "tensor", "object": tensor, "is_on_device": True, "dtype": tensor.dtype,
+        "num_bytes": tensor.element_size(), "num_dims": tensor.dim(), "shape": list(tensor.shape),
+        "strides": list(tensor.stride()), "address": tensor.data_ptr(),
         "is_contiguous": tensor.is_contiguous(),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("leaf", LEAVES)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -12,8 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
+from wheels import build_wheel, run
 
 # Runs in the clean environment. torch comes from outside: which build of it is the user's choice.
 CHECK = """
@@ -48,32 +45,9 @@ print("good", torch.cuda.is_available())
 """
 
 
-def run(*command: object, **options) -> str:
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=900, **options
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    for needed in ("scikit_build_core", "pybind11"):
-        pytest.importorskip(needed)
-    folder = tmp_path_factory.mktemp("wheel")
-    variables = {**os.environ, "DEEP_COMM_CUDA": "OFF", "DEEP_COMM_TESTS": "OFF"}
-    if shutil.which("ccache"):
-        variables["CMAKE_CXX_COMPILER_LAUNCHER"] = "ccache"
-    run(
-        sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
-        f"--config-settings=build-dir={folder / 'build'}", "-w", folder, ROOT, env=variables,
-    )  # fmt: skip
-    (built,) = folder.glob("*.whl")
-    return built
-
-
 @pytest.mark.timeout(1200)
-def test_wheel_holds_the_package_and_nothing_of_the_tests(wheel: Path) -> None:
+def test_wheel_holds_the_package_alone_and_runs_in_a_clean_environment(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, cuda="OFF")
     names = zipfile.ZipFile(wheel).namelist()
     for wanted in (
         "deep_comm/__init__.py",
@@ -88,14 +62,11 @@ def test_wheel_holds_the_package_and_nothing_of_the_tests(wheel: Path) -> None:
     roots = {name.split("/")[0] for name in names}
     assert roots == {"deep_comm", next(root for root in roots if root.endswith(".dist-info"))}
     assert not [name for name in names if "_simt_tests" in name or "__pycache__" in name]
-
-
-@pytest.mark.timeout(1200)
-def test_wheel_imports_and_runs_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     folder = tmp_path / "environment"
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel)
     # A plain folder of other packages: its own .pth files, such as an editable
     # deep_comm's, stay shut.
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()

@@ -8,6 +8,7 @@ import torch
 from cases import SHAPES, InternodeCase, Scales, direct, make_inputs
 from expanded import check, check_processes, dispatch_ones
 from internode import random_case
+from schedules import some_of
 
 from deep_comm import Buffer, local
 from deep_comm.errors import ArgumentError
@@ -15,7 +16,7 @@ from deep_comm.errors import ArgumentError
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", some_of(range(48)))
 def test_every_expert_gets_its_rows_and_every_token_its_sum(seed: int) -> None:
     case = random_case(seed)
     check(direct(case) if seed % 2 else case)

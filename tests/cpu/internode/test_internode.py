@@ -2,18 +2,19 @@
 
 import pytest
 from cases import InternodeCase, Scales
-from internode import SKEWED, SKEWED_CASE, hundred_calls, random_case, skew_routing
+from internode import SKEWED, SKEWED_CASE, random_case, skew_routing
 from roundtrip import check
+from schedules import some_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("case", [random_case(seed) for seed in range(96)], ids=str)
+@pytest.mark.parametrize("case", [random_case(seed) for seed in some_of(range(96))], ids=str)
 def test_every_rank_gets_its_rows_and_sums(case: InternodeCase) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", [random_case(seed) for seed in range(200, 224)], ids=str)
+@pytest.mark.parametrize("case", [random_case(seed) for seed in some_of(range(200, 224))], ids=str)
 def test_rows_stored_into_near_nodes_are_the_same(
     case: InternodeCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +67,3 @@ def test_forty_ranks_have_more_than_one_warp_of_nodes() -> None:
             rail_chunk=1, slots=2, send_chunk=1, rdma_bytes=1 << 20, nvl_bytes=1 << 18,
         )
     )  # fmt: skip
-
-
-def test_a_hundred_calls_of_changing_shapes_on_one_buffer() -> None:
-    hundred_calls(5, 1 << 20)

@@ -127,15 +127,9 @@ def test_a_stalled_rail_is_named_by_its_rank(stalled: int, operation: str, regio
 @pytest.mark.parametrize("region", REGIONS)
 def test_reset_makes_the_buffer_usable_after_a_stalled_rail(region: str) -> None:
     case = InternodeCase(
-        (7, 3, 9, 5),
-        experts=8,
-        topk=3,
-        num_sms=2,
-        slots=2,
-        send_chunk=1,
-        rail_slots=2,
+        (7, 3, 9, 5), experts=8, topk=3, num_sms=2, slots=2, send_chunk=1, rail_slots=2,
         rail_chunk=1,
-    )
+    )  # fmt: skip
 
     def fn(group):
         with make_buffer(group, timeout_s=2.0, num_direct_bytes=REGIONS[region]) as buffer:
@@ -278,12 +272,8 @@ def test_ranks_per_node_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
 def test_processes_get_their_rows_and_sums(case: InternodeCase) -> None:
     variables = {"DEEP_COMM_POISON": "1"}
     results = forked.run(
-        run_case,
-        case.num_ranks,
-        case,
-        timeout_s=120,
-        variables=variables,
-    )
+        run_case, case.num_ranks, case, timeout_s=120, variables=variables,
+    )  # fmt: skip
     verify(case, results)
 
 

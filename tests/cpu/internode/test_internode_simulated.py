@@ -11,7 +11,6 @@ from cases import ROUTINGS, InternodeCase, Scales
 from roundtrip import run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds, simulated
 
-SEEDS_PER_TEST = 40
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2)]
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -24,32 +23,21 @@ def small_case(seed: int) -> InternodeCase:
     slots, rail_slots = choose.choice((1, 2, 3)), choose.choice((2, 3, 5))
     return InternodeCase(
         tuple(choose.choice((0, 1, 3, 6, 9)) for _ in range(num_ranks)),
-        hidden=choose.choice((16, 32, 48)),
-        experts=choose.choice((num_ranks, 2 * num_ranks + 1)),
-        topk=choose.choice((1, 2, 4)),
-        dtype=choose.choice((torch.bfloat16, torch.uint8)),
+        hidden=choose.choice((16, 32, 48)), experts=choose.choice((num_ranks, 2 * num_ranks + 1)),
+        topk=choose.choice((1, 2, 4)), dtype=choose.choice((torch.bfloat16, torch.uint8)),
         scales=choose.choice((None, None, Scales(3, torch.float32, "column"))),
-        routing=choose.choice(ROUTINGS),
-        num_sms=choose.choice((2, 2, 4)),
-        send_chunk=choose.randint(1, slots),
-        slots=slots,
-        rail_chunk=choose.randint(1, rail_slots // 2),
-        rail_slots=rail_slots,
-        num_qps=choose.choice((1, 2, 5)),
-        worst=choose.choice((0, 0, 2)),
-        biases=choose.choice((0, 1)),
-        fused_layout=choose.choice((False, True)),
-        calls=choose.choice((1, 2)),
-        nvl_bytes=1 << 17,
-        rdma_bytes=1 << 18,
-        ranks_per_node=ranks_per_node,
-        seed=seed,
-    )
+        routing=choose.choice(ROUTINGS), num_sms=choose.choice((2, 2, 4)),
+        send_chunk=choose.randint(1, slots), slots=slots,
+        rail_chunk=choose.randint(1, rail_slots // 2), rail_slots=rail_slots,
+        num_qps=choose.choice((1, 2, 5)), worst=choose.choice((0, 0, 2)),
+        biases=choose.choice((0, 1)), fused_layout=choose.choice((False, True)),
+        calls=choose.choice((1, 2)), nvl_bytes=1 << 17, rdma_bytes=1 << 18,
+        ranks_per_node=ranks_per_node, seed=seed,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("first_seed", range(0, 240, SEEDS_PER_TEST))
-def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
+def test_every_schedule_gives_the_same_bits() -> None:
+    run_seeds(range(240), small_case, run_case, verify)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -74,15 +62,12 @@ def test_counts_of_more_experts_than_a_warp_has_lanes() -> None:
     run_seeds(range(4), lambda seed: dataclasses.replace(case, seed=seed), run_case, verify)
 
 
-@pytest.mark.parametrize("first_seed", [1000, 1040])
-def test_rows_stored_into_near_nodes_are_the_same(
-    first_seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_stored_into_near_nodes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where stores reach the other nodes (NVLink between them), nothing is put: the
     orders that hold are others.
     """
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
-    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
+    run_seeds(range(1000, 1080), small_case, run_case, verify)
 
 
 def halves_of(case: InternodeCase, seed: int) -> InternodeCase:
@@ -133,11 +118,3 @@ def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int) -> None:
     for seed in range(3):
         results = simulated(FAULTY, run_case, seed, stalls=[(stalled, 300 * seed, 4000)])
         verify(FAULTY, results)
-
-
-def test_sixty_four_ranks_of_eight_nodes() -> None:
-    case = InternodeCase(
-        (2,) * 64, hidden=16, experts=64, topk=4, num_sms=2, slots=2, send_chunk=1, rail_chunk=1,
-        rail_slots=2, ranks_per_node=8, nvl_bytes=1 << 16, rdma_bytes=1 << 17,
-    )  # fmt: skip
-    verify(case, simulated(case, run_case, 1))

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 from cases import InternodeCase
-from internode import SKEWED, SKEWED_CASE, hundred_calls, random_case, skew_routing
+from internode import SKEWED, SKEWED_CASE, random_case, skew_routing
 from roundtrip import check
+from schedules import some_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -15,14 +16,14 @@ def with_room(case: InternodeCase) -> InternodeCase:
 
 
 @pytest.mark.parametrize(
-    "case", [with_room(random_case(seed)) for seed in range(300, 396)], ids=str
+    "case", [with_room(random_case(seed)) for seed in some_of(range(300, 396))], ids=str
 )
 def test_every_token_gets_its_sums(case: InternodeCase) -> None:
     check(case)
 
 
 @pytest.mark.parametrize(
-    "case", [with_room(random_case(seed)) for seed in range(400, 432)], ids=str
+    "case", [with_room(random_case(seed)) for seed in some_of(range(400, 432))], ids=str
 )
 def test_sums_stored_into_near_nodes_are_the_same(
     case: InternodeCase, monkeypatch: pytest.MonkeyPatch
@@ -56,7 +57,3 @@ def test_chunks_grow_where_there_are_more_rows_than_words() -> None:
         slots=16, send_chunk=4, rail_slots=16, rail_chunk=1,
     )  # fmt: skip
     check(with_room(case))
-
-
-def test_a_hundred_calls_of_changing_shapes_on_one_buffer() -> None:
-    hundred_calls(6, 1 << 20, num_direct_bytes=1 << 19)

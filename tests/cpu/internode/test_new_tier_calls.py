@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from schedules import some_of
 from small_calls import E, H, T, inputs, on_normal, to_rank
 
 import deep_comm
@@ -73,7 +74,7 @@ def test_schedules_of_wrong_guesses() -> None:
         with deep_comm.Buffer(group, 1 << 19, 1 << 19, timeout_s=20, **sizes) as buffer:
             wrong_guess(buffer, group.rank(), 9)
 
-    for seed in range(12):
+    for seed in some_of(range(12)):
         simulate.run(main, 2, seed, timeout_s=60)
 
 
@@ -160,7 +161,7 @@ def test_failures_that_notify_finds(ranks_per_node: int) -> None:
         with deep_comm.Buffer(group, 2 << 20, timeout_s=20, **options) as buffer:
             failures(buffer, group.rank())
 
-    for seed in range(10):
+    for seed in some_of(range(10)):
         simulate.run(main, 2 * ranks_per_node, seed, timeout_s=60)
 
 
@@ -249,5 +250,5 @@ def test_what_a_dispatch_counts_spoils_no_sum_of_the_combine_before(ranks_per_no
                 assert torch.equal(sums, short * few.is_token_in_rank.sum(1, keepdim=True))
                 del rows, few
 
-    for seed in range(12):
+    for seed in some_of(range(12)):
         simulate.run(main, 2 * ranks_per_node, seed, timeout_s=60)

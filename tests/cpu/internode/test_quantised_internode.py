@@ -11,7 +11,7 @@ import torch
 from cases import SHAPES, InternodeCase, direct
 from internode import random_case
 from quantised import FORMS, Form, Formed, check, check_processes
-from schedules import find_fault, pass_without_fault, run_seeds, simulated
+from schedules import find_fault, pass_without_fault, run_seeds, simulated, some_of
 from test_internode_simulated import small_case
 
 from deep_comm import Buffer, local
@@ -27,7 +27,7 @@ def bfloat16(case: InternodeCase, seed: int) -> InternodeCase:
     return dataclasses.replace(case, hidden=hidden, dtype=torch.bfloat16, scales=None)
 
 
-@pytest.mark.parametrize("seed", range(36))
+@pytest.mark.parametrize("seed", some_of(range(36)))
 def test_rows_are_cast_once_and_bit_for_bit(seed: int) -> None:
     case = bfloat16(random_case(seed), seed)
     check(Formed(direct(case) if seed % 2 else case, FORMS[seed // 2 % len(FORMS)]))
@@ -90,10 +90,8 @@ def sampled(seed: int) -> Formed:
     return Formed(direct(case) if choose.random() < 0.6 else case, form)
 
 
-@pytest.mark.parametrize("first_seed", (8000, 8040))
-def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
-    seeds = range(first_seed, first_seed + 40)
-    run_seeds(seeds, sampled, quantised.run_case, quantised.verify)
+def test_every_schedule_gives_the_same_bits(way: str) -> None:
+    run_seeds(range(8000, 8080), sampled, quantised.run_case, quantised.verify)
 
 
 FORM = Form(round_scale=True, use_ue8m0=True)

@@ -53,14 +53,9 @@ int,          **options: Any) -> bool:  # fmt: skip
     else:
         seed = int(machine.split()[1])
         run = simulate(
-            "push_all",
-            params,
-            num_ranks=num_ranks,
-            seed=seed,
-            shape=shape,
-            memory=memory,
+            "push_all", params, num_ranks=num_ranks, seed=seed, shape=shape, memory=memory,
             **options,
-        )
+        )  # fmt: skip
         run.check()
     return pushed_right(areas, sources)
 

@@ -73,12 +73,9 @@ def expected_instructions() -> dict[str, list[str]]:
     ]
     expected["write_then_release"] = ["st.weak.global.u32", "st.release.sys.global.u32"] * 2
     expected["shared_words"] = [
-        "st.relaxed.cta.u32",
-        "bar.sync",
-        "atom.acq_rel.cta.add.u32",
-        "st.release.cta.u32",
+        "st.relaxed.cta.u32", "bar.sync", "atom.acq_rel.cta.add.u32", "st.release.cta.u32",
         "ld.acquire.cta.u32",
-    ]
+    ]  # fmt: skip
 
     expected["sync_warp"] = ["bar.warp.sync", "bar.warp.sync"]
     for primitive, mode in (
@@ -105,14 +102,9 @@ def expected_instructions() -> dict[str, list[str]]:
     # A ticket, the wait for a free slot, and the words of the descriptor: each carries the ticket's
     # number, so that none is released.
     expected["rail_put"] = expected["rail_signal"] = [
-        "atom.relaxed.gpu.global.add.u64",
-        "mov.u64 %globaltimer",
-        "ld.acquire.sys.global.u64",
-        "mov.u64 %globaltimer",
-        "rem.u64",
-        "rem.u32",
-        *["st.relaxed.sys.global.u64"] * 7,
-    ]
+        "atom.relaxed.gpu.global.add.u64", "mov.u64 %globaltimer", "ld.acquire.sys.global.u64",
+        "mov.u64 %globaltimer", "rem.u64", "rem.u32", *["st.relaxed.sys.global.u64"] * 7,
+    ]  # fmt: skip
 
     expected["mbarrier_init"] = ["mbarrier.init.shared::cta.b64"]
     expected["fence_mbarrier_init"] = ["fence.mbarrier_init.release.cluster"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from layer_cases import Experts, LayerCase, build, inputs, random_steps, run, verify
+from schedules import some_of
 
 from deep_comm import ConfigMismatch, PeerTimeout, local, simulate
 from deep_comm.layer.mode import ModeRule
@@ -87,22 +88,17 @@ def test_tokens_of_ranks_that_fit_are_computed_once() -> None:
     assert sum(counts[0] for counts in rows.values()) == (3 + 2) * case.topk
 
 
-@pytest.mark.parametrize("first_seed", range(0, 120, 30))
-def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 30):
+def test_every_schedule_gives_the_same_bits() -> None:
+    for seed in some_of(range(120)):
         choose = random.Random(seed)
         num_ranks = choose.choice((1, 2, 3, 4))
         case = LayerCase(
-            random_steps(choose, num_ranks, 5, 2, choose.choice((2, 4))),
-            max_tokens=5,
-            decode_tokens=2,
-            hidden=choose.choice((8, 32)),
-            experts=choose.choice((2, 5)),
+            random_steps(choose, num_ranks, 5, 2, choose.choice((2, 4))), max_tokens=5,
+            decode_tokens=2, hidden=choose.choice((8, 32)), experts=choose.choice((2, 5)),
             topk=choose.choice((1, 2)),
             routing=choose.choice(("random", "holes", "none", "one_expert")),
-            how=choose.choice(("forward", "split", "async", "shared", "mixed")),
-            seed=seed,
-        )
+            how=choose.choice(("forward", "split", "async", "shared", "mixed")), seed=seed,
+        )  # fmt: skip
         try:
             verify(
                 case,

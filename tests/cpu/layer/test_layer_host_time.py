@@ -97,7 +97,7 @@ def test_a_step_adds_few_microseconds_to_the_buffer_calls(mode: str) -> None:
         step = _step(layer, parts, mode)
         # The least of many, of this thread alone: whatever else runs on this machine can only add.
         timers = [timeit.Timer(call, timer=time.thread_time) for call in (raw, step)]
-        best = [min(timer.repeat(200, number=60)) / 60 for timer in timers]
+        best = [min(timer.repeat(80, number=60)) / 60 for timer in timers]
         return (best[1] - best[0]) * 1e6
 
     added_us = _without_launches(body)
@@ -134,6 +134,6 @@ def test_importing_the_package_is_quick_beside_torch() -> None:
         float(subprocess.run(
             [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
         ).stdout)
-        for _ in range(3)
+        for _ in range(2)
     ]  # fmt: skip
     assert min(times) <= IMPORT_TARGET_S, times

@@ -19,13 +19,10 @@ from deep_comm import local
 from deep_comm.errors import ArgumentError, BufferDestroyed, HandleMismatch
 
 FORMS: dict[str, dict[str, bool]] = {
-    "fp8": dict(use_fp8=True),
-    "bf16": {},
-    "ue8m0": dict(use_fp8=True, round_scale=True, use_ue8m0=True),
-    "nvfp4": dict(use_nvfp4=True),
-    "compact": dict(use_fp8=True, compact=True),
-    "compact-bf16": dict(compact=True),
-}
+    "fp8": dict(use_fp8=True), "bf16": {},
+    "ue8m0": dict(use_fp8=True, round_scale=True, use_ue8m0=True), "nvfp4": dict(use_nvfp4=True),
+    "compact": dict(use_fp8=True, compact=True), "compact-bf16": dict(compact=True),
+}  # fmt: skip
 # Of torch as it is, of one without DLPack's exchange API, and of a Buffer that poisons.
 WAYS = ["plain", "attributes", "poisoned"]
 

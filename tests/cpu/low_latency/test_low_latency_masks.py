@@ -25,6 +25,7 @@ from low_latency_masks import (
     survive,
     verify_outcomes,
 )
+from schedules import some_of
 
 import deep_comm
 from deep_comm import ArgumentError, Buffer, local, simulate
@@ -41,12 +42,9 @@ def test_processes_go_on_when_one_is_killed(stage: str) -> None:
 @pytest.mark.parametrize("variant", ["packed", "late", "compact", "one_rounding", "fp8"])
 def test_every_schedule_goes_on_without_a_rank_that_leaves(stage: str, variant: str) -> None:
     case = case_of(
-        weights_ahead=variant != "late",
-        compact=variant == "compact",
-        one_rounding=variant == "one_rounding",
-        use_fp8=variant == "fp8",
-        calls=4,
-    )
+        weights_ahead=variant != "late", compact=variant == "compact",
+        one_rounding=variant == "one_rounding", use_fp8=variant == "fp8", calls=4,
+    )  # fmt: skip
     for seed in range(4):
         simulate_survivors(case, stage, seed)
 
@@ -69,9 +67,8 @@ def stop(seed: int, faults: tuple[str, ...] = ()) -> str | None:
     return notices_stop(case, dead, step, seed, faults, num_steps)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 160, 40))
-def test_a_rank_may_stop_at_any_step(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 40):
+def test_a_rank_may_stop_at_any_step() -> None:
+    for seed in some_of(range(160)):
         found = stop(seed)
         assert found is None, f"seed {seed}: {found}"
 
@@ -116,7 +113,7 @@ def run_with_late_rows(seed: int, faults: tuple[str, ...] = ()) -> None:
 
 
 def test_rows_that_come_late_are_not_taken_for_those_of_another_rank() -> None:
-    for seed in range(12):
+    for seed in some_of(range(12)):
         run_with_late_rows(seed)
 
 
@@ -126,7 +123,7 @@ def test_simulation_finds_rows_that_are_taken_for_those_of_another_rank() -> Non
 
 @pytest.mark.parametrize("stage", ["in dispatch", "in combine"])
 def test_what_comes_late_harms_no_other_shape(stage: str) -> None:
-    for seed in range(16):
+    for seed in some_of(range(16)):
         send_late_after_change(seed, stage, None)
 
 

@@ -11,6 +11,7 @@ import forked
 import pytest
 import torch
 from low_latency import LowLatencyCase, Range, run_case, verify
+from schedules import on_threads, run_seeds, some_of
 
 import deep_comm
 from deep_comm import local, simulate
@@ -33,16 +34,9 @@ RANGE = Range(
 def sampled_case(seed: int) -> LowLatencyCase:
     choose = random.Random(seed)
     return RANGE.draw(
-        choose,
-        choose.choice((1, 2, 3, 4, 8)),
-        use_nvfp4=True,
-        round_scale=False,
-        use_ue8m0=False,
-        one_rounding=False,
-        zero_copy=False,
-        calls=3,
-        seed=seed,
-    )
+        choose, choose.choice((1, 2, 3, 4, 8)), use_nvfp4=True, round_scale=False, use_ue8m0=False,
+        one_rounding=False, zero_copy=False, calls=3, seed=seed,
+    )  # fmt: skip
 
 
 def check(case: LowLatencyCase) -> None:
@@ -50,14 +44,8 @@ def check(case: LowLatencyCase) -> None:
     verify(case, results)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 40, 10))
-def test_every_rank_gets_its_rows_and_sums(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 10):
-        case = sampled_case(seed)
-        try:
-            check(case)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+def test_every_rank_gets_its_rows_and_sums() -> None:
+    run_seeds(range(40), sampled_case, run_case, verify, on_threads)
 
 
 def test_ranks_may_be_processes() -> None:
@@ -66,7 +54,7 @@ def test_ranks_may_be_processes() -> None:
 
 
 def test_under_many_schedules() -> None:
-    for seed in range(40):
+    for seed in some_of(range(40)):
         case = LowLatencyCase(
             (3, 0, 4), 4, hidden=64 if seed % 2 else 128, experts=5, topk=3, use_nvfp4=True,
             compact=seed % 3 == 0, mode="hook" if seed % 4 == 0 else "plain", seed=seed,
@@ -88,15 +76,10 @@ def awkward_rows() -> torch.Tensor:
     nan, inf = float("nan"), float("inf")
     halfway = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
     blocks = [
-        [-0.0] * 16,
-        [0.0] * 16,
-        [-0.0] * 8 + [6.0] + [-0.0] * 7,
-        [*halfway, *(-value for value in halfway)],
-        [1.0, nan, -nan] + [-2.0] * 13,
-        [1.0, inf, -inf] + [3.0] * 13,
-        [1e-38] * 15 + [-1e-38],
-        [3e38, -3e38] + [1e30] * 14,
-    ]
+        [-0.0] * 16, [0.0] * 16, [-0.0] * 8 + [6.0] + [-0.0] * 7,
+        [*halfway, *(-value for value in halfway)], [1.0, nan, -nan] + [-2.0] * 13,
+        [1.0, inf, -inf] + [3.0] * 13, [1e-38] * 15 + [-1e-38], [3e38, -3e38] + [1e30] * 14,
+    ]  # fmt: skip
     rows = [sum((blocks[(row + column) % 8] for column in range(4)), []) for row in range(8)]
     return torch.tensor(rows).to(torch.bfloat16)
 

@@ -10,6 +10,7 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
+from schedules import some_of
 from small_calls import E, R, T, inputs, on_normal
 
 import deep_comm
@@ -118,14 +119,8 @@ def test_who_names_a_number_gets_no_more(
     on_normal(with_variable, 1, num_direct_bytes=4 << 20)
 
 
-SEEDS_PER_TEST = 30
-
-
 @pytest.mark.parametrize("num_bytes", [0, 1 << 18], ids=["rings", "staged"])
-@pytest.mark.parametrize("first_seed", range(0, 150, SEEDS_PER_TEST))
-def test_schedules_of_more_blocks_than_channels(
-    first_seed: int, num_bytes: int, model: None
-) -> None:
+def test_schedules_of_more_blocks_than_channels(num_bytes: int, model: None) -> None:
     """Ranks on other numbers of blocks, some without rows, one call behind the other."""
 
     def main(group: Any) -> None:
@@ -136,7 +131,7 @@ def test_schedules_of_more_blocks_than_channels(
             for tokens in ((4, 9, 0), (1, 3, 3)):
                 _sums(buffer, rank, tokens[rank])
 
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+    for seed in some_of(range(150)):
         simulate.run(main, 3, seed, timeout_s=60)
 
 

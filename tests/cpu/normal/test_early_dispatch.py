@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import Case
 from roundtrip import run_case, verify
+from schedules import some_of
 from small_calls import routing_bytes
 
 import deep_comm
@@ -67,7 +68,7 @@ def test_without_a_region_nothing_is_launched_in_hope() -> None:
     assert local.run(rank_main, 3, timeout_s=60) == [2] * 3
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some_of(range(40)))
 def test_schedules_of_calls_whose_guess_is_wrong(seed: int) -> None:
     """Ranks of few tokens receive many: the decision of notify falls, and
     the next call's is another.
@@ -84,7 +85,7 @@ def test_schedules_of_calls_whose_guess_is_wrong(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some_of(range(60)))
 def test_a_bad_index_reaches_slow_ranks_although_fast_ones_go_on(seed: int) -> None:
     """The next notify's words must not hide from a slow rank that this one failed."""
 

@@ -335,14 +335,9 @@ def test_a_rank_stalled_for_ever_times_out_on_the_virtual_clock(seed: int) -> No
         (4, 6, 5), experts=6, hidden=16, num_sms=1, slots=2, send_chunk=1, nvl_bytes=1 << 18
     )
     ended = simulate.run(
-        lambda group: run_case(group, case),
-        3,
-        seed,
-        stalls=[(1, 150 * seed, 0)],
-        on_stuck="clock",
-        timeout_s=60,
-        return_errors=True,
-    )
+        lambda group: run_case(group, case), 3, seed, stalls=[(1, 150 * seed, 0)], on_stuck="clock",
+        timeout_s=60, return_errors=True,
+    )  # fmt: skip
     timeouts = [ended[rank] for rank in (0, 2) if isinstance(ended[rank], errors.PeerTimeout)]
     assert timeouts, [repr(item) for item in ended]
     assert any(error.peer == 1 for error in timeouts), [str(error) for error in timeouts]

@@ -13,6 +13,7 @@ import torch
 from cases import Case
 from long_runs import make_and_destroy, many_calls
 from roundtrip import call_once, verify
+from schedules import some_of
 
 import deep_comm
 from deep_comm import local, simulate
@@ -43,7 +44,7 @@ def test_generations_wrap_around(before_wrap: int, direct_bytes: int) -> None:
     verify(case, local.run(lambda g: rounds_from(g, case, LAST - before_wrap), 3, timeout_s=60))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", some_of(range(24)))
 def test_generations_wrap_around_under_every_schedule(seed: int) -> None:
     case = Case(
         (5, 0, 4), hidden=16, experts=4, topk=2, slots=2, send_chunk=1, num_sms=2, calls=3,
@@ -57,9 +58,9 @@ def test_generations_wrap_around_under_every_schedule(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "num_calls"), [(0, 3_000), (0x7FFFFFFF - 600, 1_200), (LAST - 600, 1_200)]
+    ("generation", "num_calls"), [(0, 900), (0x7FFFFFFF - 200, 400), (LAST - 200, 400)]
 )
-def test_thousands_of_calls_in_a_row(generation: int, num_calls: int) -> None:
+def test_hundreds_of_calls_in_a_row(generation: int, num_calls: int) -> None:
     """Through the counter's middle and its end: comparisons of signed distances change there."""
     sums = local.run(
         lambda group: many_calls(group, torch.device("cpu"), num_calls, generation),

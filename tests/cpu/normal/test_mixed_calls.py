@@ -11,6 +11,7 @@ import pytest
 import roundtrip
 import torch
 from layer_cases import expert
+from schedules import some_of
 
 import deep_comm
 from deep_comm import local, simulate
@@ -135,7 +136,7 @@ def test_decode_steps_count_among_the_calls_that_a_waiting_hook_allows(mode: str
     local.run(main, 2, timeout_s=60)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some_of(range(60)))
 def test_programs_of_calls_of_every_kind(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every third one outputs are poisoned."""
     monkeypatch.setenv("DEEP_COMM_POISON", "1" if seed % 3 == 0 else "0")
@@ -153,7 +154,7 @@ def test_programs_of_calls_of_every_kind(seed: int, monkeypatch: pytest.MonkeyPa
 
 
 # More than four ranks take long.
-SMALL = [seed for seed in range(3000, 3030) if mixed_calls.draw(seed, 7)[0].num_ranks <= 4]
+SMALL = [seed for seed in some_of(range(3000, 3030)) if mixed_calls.draw(seed, 7)[0].num_ranks <= 4]
 
 
 @pytest.mark.parametrize("seed", [*found_seeds.PROGRAMS, *SMALL])

@@ -23,13 +23,9 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 def sample(num_cases: int, seed: int, **fixed: Any) -> list[Formed]:
     cases = matrix.sample(
-        num_cases,
-        seed,
-        hidden=HIDDEN,
-        payload=[(torch.bfloat16, None)],
-        alignment=[1, 16, 128],
+        num_cases, seed, hidden=HIDDEN, payload=[(torch.bfloat16, None)], alignment=[1, 16, 128],
         **fixed,
-    )
+    )  # fmt: skip
     return [Formed(case, FORMS[number % len(FORMS)]) for number, case in enumerate(cases)]
 
 
@@ -49,8 +45,7 @@ def test_rows_in_pieces(form: Form, direct_bytes: int) -> None:
     check(Formed(case, form))
 
 
-@pytest.mark.parametrize("first_seed", range(0, 180, 60))
-def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
+def test_every_schedule_gives_the_same_bits() -> None:
     def sampled(seed: int) -> Formed:
         choose = random.Random(seed + 99)
         case = dataclasses.replace(
@@ -60,8 +55,7 @@ def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
         )  # fmt: skip
         return Formed(case, choose.choice(FORMS))
 
-    seeds = range(first_seed, first_seed + 60)
-    run_seeds(seeds, sampled, quantised.run_case, quantised.verify)
+    run_seeds(range(180), sampled, quantised.run_case, quantised.verify)
 
 
 def test_processes_over_shared_memory() -> None:

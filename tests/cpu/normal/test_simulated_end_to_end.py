@@ -16,10 +16,6 @@ from schedules import POLICIES, run_policy, run_seeds, simulated
 
 import deep_comm
 
-NUM_SEEDS = 780
-SEEDS_PER_TEST = 60
-
-
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -30,29 +26,20 @@ def small_case(seed: int) -> Case:
     slots = choose.choice((1, 1, 2, 3, 5))
     return Case(
         tuple(choose.choice((0, 1, 3, 6, 9)) for _ in range(num_ranks)),
-        hidden=choose.choice((16, 32, 48)),
-        experts=choose.choice((2, 5, 8)),
-        topk=choose.choice((1, 2, 4)),
-        dtype=choose.choice((torch.bfloat16, torch.uint8)),
+        hidden=choose.choice((16, 32, 48)), experts=choose.choice((2, 5, 8)),
+        topk=choose.choice((1, 2, 4)), dtype=choose.choice((torch.bfloat16, torch.uint8)),
         scales=choose.choice((None, None, Scales(3, torch.float32, "column"))),
-        routing=choose.choice(ROUTINGS),
-        num_sms=choose.choice((1, 1, 2)),
-        send_chunk=choose.randint(1, slots),
-        slots=slots,
-        worst=choose.choice((0, 0, 2)),
-        biases=choose.choice((0, 1)),
-        fused_layout=choose.choice((False, True)),
-        calls=choose.choice((1, 2)),
-        nvl_bytes=1 << 18,
+        routing=choose.choice(ROUTINGS), num_sms=choose.choice((1, 1, 2)),
+        send_chunk=choose.randint(1, slots), slots=slots, worst=choose.choice((0, 0, 2)),
+        biases=choose.choice((0, 1)), fused_layout=choose.choice((False, True)),
+        calls=choose.choice((1, 2)), nvl_bytes=1 << 18,
         direct_bytes=choose.choice((0, 1 << 12, 1 << 17, 1 << 17)),
-        smem_bytes=choose.choice((None, 9000)),
-        seed=seed,
-    )
+        smem_bytes=choose.choice((None, 9000)), seed=seed,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
-def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
+def test_every_schedule_gives_the_same_bits() -> None:
+    run_seeds(range(780), small_case, run_case, verify)
 
 
 def staged_case(seed: int) -> Case:
@@ -88,21 +75,12 @@ def pieces_case(seed: int) -> Case:
     num_ranks = choose.choice((2, 3, 4))
     return Case(
         tuple(choose.choice((0, 1, 7, 12)) for _ in range(num_ranks)),
-        hidden=choose.choice((512, 776, 1024)),
-        experts=choose.choice((2, 5, 8)),
-        topk=choose.choice((1, 2, 4)),
-        dtype=choose.choice((torch.bfloat16, torch.float32)),
-        routing=choose.choice(ROUTINGS),
-        num_sms=choose.choice((1, 2, 3)),
-        send_chunk=1,
-        slots=1,
-        fused_layout=choose.choice((False, True)),
-        calls=2,
-        nvl_bytes=1 << 21,
-        direct_bytes=1 << 20,
-        smem_bytes=choose.choice((10240, 12000)),
-        seed=seed,
-    )
+        hidden=choose.choice((512, 776, 1024)), experts=choose.choice((2, 5, 8)),
+        topk=choose.choice((1, 2, 4)), dtype=choose.choice((torch.bfloat16, torch.float32)),
+        routing=choose.choice(ROUTINGS), num_sms=choose.choice((1, 2, 3)), send_chunk=1, slots=1,
+        fused_layout=choose.choice((False, True)), calls=2, nvl_bytes=1 << 21, direct_bytes=1 << 20,
+        smem_bytes=choose.choice((10240, 12000)), seed=seed,
+    )  # fmt: skip
 
 
 def test_rows_in_pieces_and_whole() -> None:

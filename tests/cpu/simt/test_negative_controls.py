@@ -34,29 +34,16 @@ CASES = {
 }  # fmt: skip
 
 FAULTS = [
-    ("rings", "weaken_release"),
-    ("rings", "weaken_fence"),
-    ("rings", "skip_credit"),
-    ("rings", "skip_bulk_wait"),
-    ("rings", "skip_bulk_wait_read"),
-    ("rings", "skip_entry_barrier"),
-    ("rings", "early_credit"),
-    ("rings", "ignore_generation"),
-    ("direct", "ignore_generation"),
-    ("direct", "skip_exit_barrier"),
-    ("direct", "weaken_release"),
-    ("direct", "weaken_fence"),
-    ("direct", "skip_bulk_wait"),
-    ("direct", "skip_bulk_wait_read"),
-    ("direct", "skip_entry_barrier"),
-    ("three_blocks", "weaken_release"),
-    ("three_blocks", "weaken_fence"),
-    ("three_blocks", "skip_bulk_wait"),
-    ("three_blocks", "skip_bulk_wait_read"),
-    ("three_blocks", "skip_entry_barrier"),
-    ("three_blocks", "skip_credit"),
-    ("three_blocks", "early_generation"),
-]
+    ("rings", "weaken_release"), ("rings", "weaken_fence"), ("rings", "skip_credit"),
+    ("rings", "skip_bulk_wait"), ("rings", "skip_bulk_wait_read"), ("rings", "skip_entry_barrier"),
+    ("rings", "early_credit"), ("rings", "ignore_generation"), ("direct", "ignore_generation"),
+    ("direct", "skip_exit_barrier"), ("direct", "weaken_release"), ("direct", "weaken_fence"),
+    ("direct", "skip_bulk_wait"), ("direct", "skip_bulk_wait_read"),
+    ("direct", "skip_entry_barrier"), ("three_blocks", "weaken_release"),
+    ("three_blocks", "weaken_fence"), ("three_blocks", "skip_bulk_wait"),
+    ("three_blocks", "skip_bulk_wait_read"), ("three_blocks", "skip_entry_barrier"),
+    ("three_blocks", "skip_credit"), ("three_blocks", "early_generation"),
+]  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("poison")
 

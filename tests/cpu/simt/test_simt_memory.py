@@ -154,13 +154,8 @@ def test_atomics_lose_nothing(machine: str) -> None:
     memory = run_on(machine, "atomics", shape=Shape(2, 64))
     total = 128
     assert memory[:6].tolist() == [
-        total,
-        2 * total,
-        (-total) & 0xFFFFFFFF,
-        0xFFFFFFFF,
-        3 * total,
-        total,
-    ]
+        total, 2 * total, (-total) & 0xFFFFFFFF, 0xFFFFFFFF, 3 * total, total,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -123,13 +124,24 @@ def play(*options: str) -> int:
     return main(["--races", "--ranks", "4", "--tokens", "24", *options])
 
 
+FINDS_RACES = os.environ.get("DEEP_COMM_FIND_RACES") == "ON"
+needs_build = pytest.mark.skipif(not FINDS_RACES, reason="needs DEEP_COMM_FIND_RACES=ON tools/test")
+
+
+@pytest.mark.skipif(FINDS_RACES, reason="this build finds races")
+def test_a_build_that_finds_no_races_refuses_to_look_for_them() -> None:
+    with pytest.raises(ValueError, match="build with DEEP_COMM_FIND_RACES=ON"):
+        play()
+
+
+@needs_build
 def test_dispatch_and_combine_have_no_races() -> None:
     assert play("--runs", "2") == 0
 
 
-@pytest.mark.parametrize("fault", ["skip_bulk_wait_read"])
+@needs_build
 def test_a_stage_that_is_loaded_again_too_early_is_a_race(
-    fault: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert play("--fault", fault) == 1
+    assert play("--fault", "skip_bulk_wait_read") == 1
     assert re.search(rf"a bulk_load writes shared memory .*{NO_ORDER}", capsys.readouterr().out)

@@ -244,13 +244,9 @@ def test_a_rank_can_be_killed_between_its_kernels() -> None:
 
 def test_faults_are_handed_to_the_kernels() -> None:
     names = [
-        "weaken_release",
-        "weaken_fence",
-        "skip_credit",
-        "skip_bulk_wait",
-        "skip_bulk_wait_read",
+        "weaken_release", "weaken_fence", "skip_credit", "skip_bulk_wait", "skip_bulk_wait_read",
         "skip_entry_barrier",
-    ]
+    ]  # fmt: skip
     for bit, name in enumerate(names):
         assert simulate("faults", faults=[name]).check().memory[0] == 1 << bit
     assert simulate("faults", faults=[names[0], names[3]]).check().memory[0] == 0b1001

@@ -43,19 +43,11 @@ def expected_row(mask: int, argument: int, lane: int) -> list[int]:
     small_key = {i: (i * 3 + 1) % 5 for i in lanes}
     large_key = {i: ((i * 3 + 1) << 40 | (i * 3 + 1)) % 7 for i in lanes}
     return [
-        small(argument % 32),
-        small(lane ^ argument),
-        small(lane - argument),
-        small(lane + argument),
-        large(argument % 32),
-        large(lane ^ argument),
-        real(argument % 32),
-        sum(1 << i for i in lanes if i % 2),
-        int(argument in lanes),
-        int(all(i >= argument for i in lanes)),
-        same(small_key),
-        same(large_key),
-    ]
+        small(argument % 32), small(lane ^ argument), small(lane - argument),
+        small(lane + argument), large(argument % 32), large(lane ^ argument), real(argument % 32),
+        sum(1 << i for i in lanes if i % 2), int(argument in lanes),
+        int(all(i >= argument for i in lanes)), same(small_key), same(large_key),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=hex)

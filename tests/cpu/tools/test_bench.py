@@ -34,16 +34,8 @@ def run(command: list[str], folder: Path) -> str:
 def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     command = [
-        *BENCH,
-        "--ranks",
-        "2",
-        *SMALL,
-        *SHORT,
-        "--dtype",
-        "all",
-        "--routing",
-        "uniform,idle-rank",
-    ]
+        *BENCH, "--ranks", "2", *SMALL, *SHORT, "--dtype", "all", "--routing", "uniform,idle-rank",
+    ]  # fmt: skip
     command += ["--sms", "auto,4", "--simulation-runs", "1", "--json", str(file)]
     output = run(command, tmp_path)
     assert output.count("normal mode on cpu: 2 ranks") == 4 and "runs/s" in output
@@ -79,16 +71,9 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
 
 def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
     command = [
-        *warm.torchrun(2),
-        "-m",
-        *BENCH[2:],
-        *SMALL,
-        *SHORT,
-        "--simulation-runs",
-        "0",
-        "--ops",
+        *warm.torchrun(2), "-m", *BENCH[2:], *SMALL, *SHORT, "--simulation-runs", "0", "--ops",
         "dispatch,combine",
-    ]
+    ]  # fmt: skip
     output = run([*command, "--plot", str(tmp_path / "plot.png")], tmp_path)
     assert output.count("normal mode on cpu: 2 ranks") == 1
     assert "dispatch cached" not in output and "combine" in output
@@ -97,16 +82,8 @@ def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
 
 def test_the_quick_profile_runs(tmp_path: Path) -> None:
     command = [
-        *BENCH,
-        "--quick",
-        "--ranks",
-        "2",
-        "--hidden",
-        "128",
-        *SHORT,
-        "--simulation-runs",
-        "0",
-    ]
+        *BENCH, "--quick", "--ranks", "2", "--hidden", "128", *SHORT, "--simulation-runs", "0",
+    ]  # fmt: skip
     output = run(command, tmp_path)
     assert output.count("normal mode on cpu: 2 ranks") == 5
     # The targets are about GPUs; a table of them on a host would be about nothing.

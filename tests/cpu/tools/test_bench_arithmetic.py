@@ -296,16 +296,11 @@ def test_rounds_of_several_works_take_turns() -> None:
 
 def line(name: str, mean_us: float, **changes: Any) -> Line:
     fields: dict[str, Any] = {
-        "workload": Workload(4, 4096, 7168, 256, 8),
-        "execution": "eager",
+        "workload": Workload(4, 4096, 7168, 256, 8), "execution": "eager",
         "timing": Timing(mean_us, mean_us, mean_us, mean_us, 0.0, 15.0),
-        "volume": Volume(200_000_000, 150_000_000),
-        "mode": "direct",
-        "sms": "24",
-        "num_sms": 24,
-        "config": (6, 256),
-        "limit": 1e3 / 3,
-    }
+        "volume": Volume(200_000_000, 150_000_000), "mode": "direct", "sms": "24", "num_sms": 24,
+        "config": (6, 256), "limit": 1e3 / 3,
+    }  # fmt: skip
     return Line(name=name, **{**fields, **changes})
 
 
@@ -315,16 +310,13 @@ RIVAL = {"mode": "", "sms": "", "num_sms": None, "config": None, "is_rival": Tru
 def test_targets_look_at_the_lines_that_they_are_about() -> None:
     fp8 = Workload(4, 4096, 7168, 256, 8, "fp8")
     lines = [
-        line("dispatch cached", 480.0),
-        line("dispatch cached", 450.0, num_sms=64, sms="64"),
+        line("dispatch cached", 480.0), line("dispatch cached", 450.0, num_sms=64, sms="64"),
         line("dispatch cached", 300.0, execution="graph"),
-        line("dispatch cached", 200.0, workload=fp8),
-        line("dispatch cached", 610.0, mode="ring"),
-        line("dispatch cached", 1.0, mode="two-tier"),
-        line("dispatch", 520.0),
+        line("dispatch cached", 200.0, workload=fp8), line("dispatch cached", 610.0, mode="ring"),
+        line("dispatch cached", 1.0, mode="two-tier"), line("dispatch", 520.0),
         line("dispatch", 400.0, num_sms=64, sms="64"),
         line("NCCL all_to_all_single", 540.0, **RIVAL),
-    ]
+    ]  # fmt: skip
     found = {it["name"]: it for it in targets.judge(lines, 4)}
     cached = found["dispatch BF16 cached, 4096 tokens, <= 24 SMs"]
     assert (cached["measured"], cached["at_most"], cached["is_met"]) == (480.0, 490, True)

@@ -43,12 +43,9 @@ def test_the_low_latency_bench_measures_every_combination(tmp_path: Path) -> Non
         if not line["is_rival"]
     }
     combinations = itertools.product(
-        (1, 6),
-        ("fp8", "bf16"),
-        ("compact", "packed", "packed-late"),
-        ("dispatch", "combine", "pair"),
-        ("fused", "hooked"),
-    )
+        (1, 6), ("fp8", "bf16"), ("compact", "packed", "packed-late"),
+        ("dispatch", "combine", "pair"), ("fused", "hooked"),
+    )  # fmt: skip
     assert seen == set(combinations)
     rivals = {line["name"] for line in lines if line["is_rival"]}
     assert rivals == {"gloo all_gather", "gloo reduce_scatter", "gloo all_gather + reduce_scatter"}

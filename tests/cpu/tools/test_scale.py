@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import InternodeCase, Scales, make_inputs
+from schedules import ALL_SEEDS
 
 import deep_comm
 from deep_comm import _core, simulate
@@ -50,22 +51,13 @@ def case_of(seed: int) -> InternodeCase:
     num_ranks = num_nodes * ranks_per_node
     return InternodeCase(
         tuple(choose.choice((0, 1, 7, 20, 40)) for _ in range(num_ranks)),
-        hidden=choose.choice((16, 48, 80)),
-        experts=choose.choice((num_ranks, 2 * num_ranks + 1)),
-        topk=choose.choice((1, 3, 4)),
-        scales=choose.choice((None, Scales(3, torch.float32))),
-        routing=choose.choice(ROUTING_NAMES),
-        num_sms=choose.choice((2, 4, 6)),
-        send_chunk=2,
-        slots=6,
-        rail_chunk=choose.choice((1, 2, 3)),
-        rail_slots=choose.choice((6, 7)),
-        num_qps=choose.choice((1, 4)),
-        nvl_bytes=1 << 18,
-        rdma_bytes=1 << 19,
-        ranks_per_node=ranks_per_node,
-        seed=seed,
-    )
+        hidden=choose.choice((16, 48, 80)), experts=choose.choice((num_ranks, 2 * num_ranks + 1)),
+        topk=choose.choice((1, 3, 4)), scales=choose.choice((None, Scales(3, torch.float32))),
+        routing=choose.choice(ROUTING_NAMES), num_sms=choose.choice((2, 4, 6)), send_chunk=2,
+        slots=6, rail_chunk=choose.choice((1, 2, 3)), rail_slots=choose.choice((6, 7)),
+        num_qps=choose.choice((1, 4)), nvl_bytes=1 << 18, rdma_bytes=1 << 19,
+        ranks_per_node=ranks_per_node, seed=seed,
+    )  # fmt: skip
 
 
 def counted(case: InternodeCase) -> list[Posts]:
@@ -343,9 +335,9 @@ def test_low_latency_rows_follow_the_ways() -> None:
 
 def test_two_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     started = time.process_time()
-    assert main(["job", "--ranks", "2048", "--tokens", "512", "--routing", "limited"]) == 0
+    assert main(["job", "--ranks", "2048", "--tokens", "128", "--routing", "limited"]) == 0
     assert "dispatch" in capsys.readouterr().out
-    assert time.process_time() - started < 60  # of the processor; about 8
+    assert time.process_time() - started < 15  # of the processor; about 2
 
 
 @pytest.mark.parametrize(
@@ -401,8 +393,14 @@ def differences(written: str, made: str) -> list[str]:
     return found
 
 
-def test_page_shows_every_table_as_the_model_says() -> None:
+def test_page_shows_every_table_as_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count what 2048 ranks send takes a minute: every night."""
     page = PAGE.read_text()
+    if not ALL_SEEDS:
+        for sizes in ("SIZES", "COUNTED_SIZES"):
+            monkeypatch.setattr(tables, sizes, getattr(tables, sizes)[:-1])
+        page, num_left_out = re.subn(r"(?m)^\| 2048 \|.*\n", "", page)
+        assert num_left_out == 4
     for name in tables.TABLES:
         assert page.count(f"<!-- python -m deep_comm.scale {name} -->\n|") == 1, name
     assert not differences(page, updated(page)), (

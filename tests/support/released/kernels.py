@@ -70,11 +70,8 @@ def _jit(fn: Any = None, **_: object) -> Any:
 
 
 tl = SimpleNamespace(
-    program_id=lambda axis: _program[axis],
-    arange=torch.arange,
-    load=_load,
-    store=_store,
+    program_id=lambda axis: _program[axis], arange=torch.arange, load=_load, store=_store,
     where=lambda mask, a, b: torch.where(mask, torch.as_tensor(a), torch.as_tensor(b)),
     constexpr=int,
-)
+)  # fmt: skip
 triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b), language=tl)

@@ -16,19 +16,9 @@ from released.program import Checks, Program
 
 # In the order of the table.
 _MODULES = (
-    "vllm_v1",
-    "vllm_v2",
-    "vllm_dbo",
-    "vllm_faults",
-    "vllm_graphs",
-    "sglang_v1",
-    "sglang_v2",
-    "sglang_graphs",
-    "megatron",
-    "torchtitan",
-    "lmdeploy",
-    "native",
-)
+    "vllm_v1", "vllm_v2", "vllm_dbo", "vllm_faults", "vllm_graphs", "sglang_v1", "sglang_v2",
+    "sglang_graphs", "megatron", "torchtitan", "lmdeploy", "native",
+)  # fmt: skip
 
 
 def programs() -> list[Program]:

@@ -33,12 +33,9 @@ RELEASE = Release(
 
 MAX_TOKENS = 64
 RINGS = {
-    "num_sms": 4,
-    "num_max_nvl_chunked_send_tokens": 4,
-    "num_max_nvl_chunked_recv_tokens": 64,
-    "num_max_rdma_chunked_send_tokens": 4,
-    "num_max_rdma_chunked_recv_tokens": 64,
-}
+    "num_sms": 4, "num_max_nvl_chunked_send_tokens": 4, "num_max_nvl_chunked_recv_tokens": 64,
+    "num_max_rdma_chunked_send_tokens": 4, "num_max_rdma_chunked_recv_tokens": 64,
+}  # fmt: skip
 
 
 class Server:

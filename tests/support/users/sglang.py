@@ -12,12 +12,9 @@ from deep_ep import Buffer, Config, ElasticBuffer  # type: ignore[import-not-fou
 
 MAX_TOKENS = 16
 JSON_CONFIG = {
-    "num_sms": 4,
-    "num_max_nvl_chunked_send_tokens": 4,
-    "num_max_nvl_chunked_recv_tokens": 64,
-    "num_max_rdma_chunked_send_tokens": 4,
-    "num_max_rdma_chunked_recv_tokens": 64,
-}
+    "num_sms": 4, "num_max_nvl_chunked_send_tokens": 4, "num_max_nvl_chunked_recv_tokens": 64,
+    "num_max_rdma_chunked_send_tokens": 4, "num_max_rdma_chunked_recv_tokens": 64,
+}  # fmt: skip
 
 
 def make_buffer(group: Any, hidden: int) -> Any:

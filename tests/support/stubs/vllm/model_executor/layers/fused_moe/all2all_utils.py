@@ -38,11 +38,7 @@ def make_low_latency(
         )
     )
     return DeepEPLLPrepareAndFinalize(
-        handle,
-        max_tokens_per_rank=max_num_tokens,
-        num_dispatchers=manager.world_size,
-        use_fp8_dispatch=use_fp8_dispatch,
-        global_to_physical=global_to_physical,
-        physical_to_global=physical_to_global,
-        local_expert_global_ids=local_expert_global_ids,
-    )
+        handle, max_tokens_per_rank=max_num_tokens, num_dispatchers=manager.world_size,
+        use_fp8_dispatch=use_fp8_dispatch, global_to_physical=global_to_physical,
+        physical_to_global=physical_to_global, local_expert_global_ids=local_expert_global_ids,
+    )  # fmt: skip
