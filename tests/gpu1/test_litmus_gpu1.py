@@ -14,12 +14,15 @@ from litmus import Litmus
 from torch.utils.cpp_extension import CUDA_HOME
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_LAUNCHES = 300  # of 64 runs
+NUM_LAUNCHES = 1000  # of 64 runs
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("litmus") / "litmus"
+    return compiled(tmp_path_factory.mktemp("litmus") / "litmus")
+
+
+def compiled(output: Path) -> Path:
     major, minor = torch.cuda.get_device_capability()
     subprocess.run(
         [f"{CUDA_HOME}/bin/nvcc", "-std=c++20", "-O3", f"-arch=sm_{major}{minor}"]
@@ -37,12 +40,22 @@ def outcomes(program: Path, tests: Sequence[Litmus]) -> list[list[list[int]]]:
     ended = subprocess.run(
         [program, str(NUM_LAUNCHES)],
         input="\n".join(lines) + "\n",
-        capture_output=True, text=True, timeout=240, check=True,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
     found = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(found) == len(tests)
     assert all(sum(seen[-1] for seen in one) == 64 * NUM_LAUNCHES for one in found)
     return found
+
+
+def may_wait_for_ever(test: Litmus) -> bool:
+    """A load that is weak, or of the block's scope, may give the same cached value every time."""
+    if test.kernel != "message_passing":
+        return False
+    _, reader, observe, _ = test.params
+    is_narrow = observe == litmus.ACQUIRE_CTA and reader != litmus.OTHER_WARP
+    return is_narrow or observe == litmus.WEAK_FENCE_SYS
 
 
 def test_a_gpu_shows_nothing_that_ptx_forbids(program: Path) -> None:
@@ -52,14 +65,21 @@ def test_a_gpu_shows_nothing_that_ptx_forbids(program: Path) -> None:
 
 
 def test_a_gpu_shows_some_of_what_ptx_allows(program: Path) -> None:
-    """Otherwise the test before could not fail."""
-    found = outcomes(program, litmus.ALLOWED)
-    shown = [
-        f"{test}: {sum(seen[-1] for seen in one if seen[0])}"
-        for test, one in zip(litmus.ALLOWED, found, strict=True)
-    ]
-    print("\n".join(shown))
-    assert not all(line.endswith(": 0") for line in shown), shown
+    """Otherwise the test before could not fail: its runs would be too far apart in time."""
+    tests = [test for test in litmus.ALLOWED if not may_wait_for_ever(test)]
+    shown = {
+        str(test): sum(seen[-1] for seen in one if seen[0])
+        for test, one in zip(tests, outcomes(program, tests), strict=True)
+    }
+    print(shown)
+    assert any(shown.values()), shown
+
+
+def test_both_of_two_threads_may_miss_the_others_store(program: Path) -> None:
+    neither = (1, 1)
+    for one in outcomes(program, [Litmus("store_buffering", [fence]) for fence in (0, 1)]):
+        print(one)
+        assert neither in {tuple(seen[:2]) for seen in one}
 
 
 def test_words_and_their_readers_agree(program: Path) -> None:

@@ -25,9 +25,21 @@ void require(cudaError_t error) {
   exit(1);
 }
 
+// Otherwise blocks begin in order, and readers find everything written.
+__device__ void begin_at_some_time(uint32_t seed) {
+  uint32_t state = seed * 747796405u + blockIdx.x * 277803737u + blockIdx.y * 2891336453u +
+                   blockIdx.z * 1181783497u;
+  state = (state ^ state >> 15) * 2246822519u;
+  state ^= state >> 13;
+  const int64_t begin = clock64();
+  while (clock64() - begin < static_cast<int64_t>(state % 6000)) {
+  }
+}
+
 // Blocks of one rank lie along x, ranks along y, independent runs along z.
 template <void (*kKernel)(const Args&)>
-__global__ void run(uint64_t* memory, Args args) {
+__global__ void run(uint64_t* memory, Args args, uint32_t seed) {
+  begin_at_some_time(seed);
   args.memory = memory + blockIdx.z * kWords;
   args.rank = blockIdx.y;
   kKernel(args);
@@ -35,7 +47,7 @@ __global__ void run(uint64_t* memory, Args args) {
 
 struct Litmus {
   const char* name;
-  void (*launch)(uint64_t*, Args);
+  void (*launch)(uint64_t*, Args, uint32_t);
 };
 
 const Litmus kAll[] = {
@@ -71,8 +83,8 @@ std::map<Results, int> outcomes(const std::string& line, int num_launches, uint6
     if (name != litmus.name) continue;
     for (int launch = 0; launch < num_launches; ++launch) {
       require(cudaMemset(device, 0, num_bytes));
-      litmus.launch<<<dim3(num_blocks, num_ranks, kNumInstances), num_threads, smem_bytes>>>(device,
-                                                                                             args);
+      litmus.launch<<<dim3(num_blocks, num_ranks, kNumInstances), num_threads, smem_bytes>>>(
+          device, args, static_cast<uint32_t>(launch));
       require(cudaGetLastError());
       require(cudaMemcpy(host.data(), device, num_bytes, cudaMemcpyDeviceToHost));
       for (int instance = 0; instance < kNumInstances; ++instance) {
