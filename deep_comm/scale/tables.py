@@ -21,6 +21,7 @@ from deep_comm.scale.traffic import Traffic, Wire, count_job
 NUM_SMS = 24
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 COUNTED_SIZES = (8, 16, 32, 64, 128, 256, 2048)  # where 4096 tokens of every rank are counted
+SKEW_SIZES = (16, 64, 256)
 DECODE_TOKENS = 128
 NUM_QPS = 24  # to each other node, the default of a Buffer
 
@@ -121,7 +122,7 @@ def time() -> str:
 
 def skew() -> str:
     rows = []
-    for num_ranks in (16, 64, 256):
+    for num_ranks in SKEW_SIZES:
         for routing in ("uniform", "zipf", "limited"):
             job = job_of(num_ranks, routing)
             cells = [str(num_ranks), routing]

@@ -337,7 +337,7 @@ def test_two_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> 
     started = time.process_time()
     assert main(["job", "--ranks", "2048", "--tokens", "128", "--routing", "limited"]) == 0
     assert "dispatch" in capsys.readouterr().out
-    assert time.process_time() - started < 15  # of the processor; about 2
+    assert time.process_time() - started < 60  # of the processor; about 10
 
 
 @pytest.mark.parametrize(
@@ -394,13 +394,14 @@ def differences(written: str, made: str) -> list[str]:
 
 
 def test_page_shows_every_table_as_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To count what 2048 ranks send takes a minute: every night."""
+    """Counting what 256 ranks and more send takes longest: every night."""
     page = PAGE.read_text()
     if not ALL_SEEDS:
-        for sizes in ("SIZES", "COUNTED_SIZES"):
-            monkeypatch.setattr(tables, sizes, getattr(tables, sizes)[:-1])
-        page, num_left_out = re.subn(r"(?m)^\| 2048 \|.*\n", "", page)
-        assert num_left_out == 4
+        for name in ("SIZES", "COUNTED_SIZES", "SKEW_SIZES"):
+            few = [num_ranks for num_ranks in getattr(tables, name) if num_ranks <= 128]
+            monkeypatch.setattr(tables, name, few)
+        page, num_left_out = re.subn(r"(?m)^\| (256|512|1024|2048) \|.*\n", "", page)
+        assert num_left_out == 15
     for name in tables.TABLES:
         assert page.count(f"<!-- python -m deep_comm.scale {name} -->\n|") == 1, name
     assert not differences(page, updated(page)), (
