@@ -221,7 +221,7 @@ class LowLatencyCalls:
         the dispatch has ended.
 
         Raises:
-            PeerTimeout, or what else the dispatch ended with, if it did not get there.
+            PeerTimeout: the dispatch did not get there; or what else it ended with.
         """
         return self._low_latency.wait_num_tokens()
 

@@ -1,156 +1,22 @@
-"""Writes what documentation can be written from the code: no packages beyond deep_comm's own.
+"""Pages of the guide that are written from the code: errors, environment, sizes of models.
 
-    python tools/build_docs.py                 # docs/guide/{errors,environment,shapes}.md
-    python tools/build_docs.py --api FOLDER    # and the API reference into FOLDER, a page a module
-
-The three guide pages are part of the repository; test_docs.py says when they are
-out of date.
+`tools/docs` runs this as a program, in an environment that has deep_comm. The pages are part of the
+repository; test_docs.py says when they are out of date.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib
 import inspect
-import re
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
 
-# Page -> modules whose public classes and functions stand on it, in the order of reading.
-API = {
-    "deep_comm": ["deep_comm"],
-    "layer": ["deep_comm.layer"],
-    "handles": ["deep_comm.handle"],
-    "groups": ["deep_comm.local", "deep_comm.simulate", "deep_comm.processes"],
-    "reference": [
-        "deep_comm.reference",
-        "deep_comm.reference.internode",
-        "deep_comm.reference.low_latency",
-    ],
-    "trace": ["deep_comm.trace"],
-    "environment": ["deep_comm.settings.env"],
-    "compat": [
-        "deep_comm.compat.legacy",
-        "deep_comm.compat.elastic",
-        "deep_comm.compat.ep_handle",
-        "deep_comm.compat.installer",
-    ],
-    "vllm": ["deep_comm.integrations.vllm"],
-    "sglang": ["deep_comm.integrations.sglang"],
-    "errors": ["deep_comm.errors"],
-}
-
-_NOTE = "<!-- Written by tools/build_docs.py; change the code and run it again. -->"
+_NOTE = "<!-- Written by tools/docs; change the code and run it again. -->"
 _REMEDY = "What to do:"
-
-
-# ---- API reference -------------------------------------------------------------------------------
-
-
-def public_names(module: Any) -> list[str]:
-    """What a module offers: __all__, else what it defines itself without an underscore."""
-    names = getattr(module, "__all__", None)
-    if names is not None:
-        return [name for name in names if not name.startswith("__")]
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    ]
-
-
-def members(cls: type) -> list[tuple[str, Any]]:
-    """Public methods and properties, those of deep_comm's own base classes
-    too, in order of writing.
-    """
-    found: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__.split(".")[0] != "deep_comm":
-            continue
-        for name, value in vars(base).items():
-            raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            if not name.startswith("_") and (inspect.isfunction(raw) or isinstance(raw, property)):
-                found.pop(name, None)
-                found[name] = value
-    return list(found.items())
-
-
-def parts(cls: type) -> list[type]:
-    """Classes of which a Buffer is put together: what they say holds for their methods in it."""
-    bases = (base for base in cls.__mro__[1:] if base.__name__.endswith("Calls"))
-    return [base for base in bases if base.__module__.split(".")[0] == "deep_comm" and base.__doc__]
-
-
-def signature(value: Any) -> str:
-    raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-    try:
-        text = str(inspect.signature(raw))
-    except (TypeError, ValueError):
-        return "(…)"
-    text = re.sub(r"^\((self|cls)(, )?", "(", text)
-    return without_addresses(text).replace("torch.", "")
-
-
-def without_addresses(text: str) -> str:
-    """Of objects, which differ from run to run."""
-    return re.sub(r"(<[^<>]*?) at 0x[0-9a-f]+>", r"\1>", text)
-
-
-def block(doc: str | None) -> str:
-    """A docstring as text that keeps its lines."""
-    return f"```text\n{inspect.cleandoc(doc)}\n```\n" if doc else ""
-
-
-def document(name: str, value: Any) -> str:
-    if isinstance(value, type):
-        init = vars(value).get("__init__")
-        lines = [f"## class `{name}`\n", block(vars(value).get("__doc__"))]
-        lines += [
-            f"Its part {base.__name__}:\n\n{block(vars(base)['__doc__'])}" for base in parts(value)
-        ]
-        is_generated = dataclasses.is_dataclass(value) or init is None
-        if not is_generated:
-            lines.append(f"### `{name}{signature(init)}`\n\n{block(init.__doc__)}")
-        for member, method in members(value):
-            if isinstance(method, property):
-                lines.append(f"### property `{name}.{member}`\n\n{block(method.__doc__)}")
-                continue
-            kind = "static " if isinstance(method, staticmethod) else ""
-            lines.append(
-                f"### {kind}`{name}.{member}{signature(method)}`\n\n"
-                + block(inspect.getdoc(getattr(value, member)))
-            )
-        return "\n".join(lines)
-    if callable(value):
-        return f"## `{name}{signature(value)}`\n\n{block(inspect.getdoc(value))}"
-    return f"## `{name}`\n\n```text\n{without_addresses(repr(value))}\n```\n"
-
-
-def api_page(title: str, modules: list[str]) -> str:
-    parts = [f"# {title}\n"]
-    for module_name in modules:
-        module = importlib.import_module(module_name)
-        parts.append(f"Module `{module_name}`\n\n{block(module.__doc__)}")
-        parts += [document(name, getattr(module, name)) for name in public_names(module)]
-    return "\n".join(parts)
-
-
-def write_api(folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    pages = []
-    for title, modules in API.items():
-        page = folder / f"{title}.md"
-        page.write_text(f"{_NOTE}\n\n{api_page(title, modules)}")
-        pages.append(page)
-    index = "\n".join(f"* [{title}]({title}.md): `{'`, `'.join(m)}`" for title, m in API.items())
-    (folder / "README.md").write_text(f"{_NOTE}\n\n# API reference\n\n{index}\n")
-    return pages
 
 
 # ---- pages of the guide --------------------------------------------------------------------------
@@ -344,18 +210,13 @@ def shapes_page() -> str:
 PAGES = {"errors.md": errors_page, "environment.md": environment_page, "shapes.md": shapes_page}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--api", type=Path, metavar="FOLDER", help="write the API reference there too"
-    )
-    options = parser.parse_args(arguments)
+def main() -> int:
     for name, make in PAGES.items():
-        (GUIDE / name).write_text(make())
-        print(f"docs/guide/{name}")
-    if options.api is not None:
-        for page in write_api(options.api):
-            print(page)
+        page = GUIDE / name
+        text = make()
+        is_new = not page.exists() or page.read_text() != text
+        page.write_text(text)
+        print(f"docs/guide/{name}: {'written' if is_new else 'as it was'}")
     return 0
 
 
