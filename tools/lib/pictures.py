@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from svg import Drawing  # noqa: E402
+from svg import Drawing
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 COLOURS = ("blue", "green", "orange", "purple")
@@ -27,6 +27,11 @@ RECEIVED = tuple(
 def _list(numbers: list[int]) -> str:
     word = "expert" if len(numbers) == 1 else "experts"
     return f"{word} {', '.join(map(str, numbers))}"
+
+
+def _caption(it: Drawing, y: float, *lines: str) -> None:
+    for number, line in enumerate(lines):
+        it.text(it.width / 2, y + 18 * number, line, look="dim small", at="middle")
 
 
 def dispatch_combine() -> Drawing:
@@ -61,8 +66,12 @@ def dispatch_combine() -> Drawing:
             it.box(310, y, 210, 30, colour, f"token {token} for {_list(here)}")
             it.arrow([(192, token_y(token) + 17), (308, y + 15)], colour)
             it.arrow([(522, y + 15), (648, token_y(token) + 17)], colour)
-    it.text(410, 350, "A token travels once to each rank, however many of its experts are there "
-            "(token 1). Rows are sorted by source rank and token.", look="dim small", at="middle")  # fmt: skip
+    _caption(
+        it,
+        350,
+        "A token travels once to each rank, however many of its experts are there (token 1). "
+        "Rows are sorted by source rank and token.",
+    )
     return it
 
 
@@ -81,7 +90,9 @@ def buffer_memory() -> Drawing:
     it.box(580, 164, 220, 30, "grey", "rows that go back")
     it.text(20, 184, "calls take turns", look="dim")
     it.text(20, 232, "A dispatch or combine of normal mode", look="ink bold")
-    it.box(20, 246, 250, 50, "grey", "Do all ranks have room for", "its rows in the receive region?")
+    it.box(
+        20, 246, 250, 50, "grey", "Do all ranks have room for", "its rows in the receive region?"
+    )
     it.arrow([(272, 262), (338, 262)], "blue", width=2)
     it.text(304, 254, "yes", look="dim small", at="middle")
     it.box(340, 246, 460, 34, "blue", "direct: peers write each row once, to its final place")
@@ -89,8 +100,11 @@ def buffer_memory() -> Drawing:
     it.text(304, 325, "no", look="dim small", at="middle")
     it.box(340, 310, 460, 46, "orange", "rings: chunks of rows, copied out by the receiver; slower.",
            "A PerformanceWarning says once how much is missing.")  # fmt: skip
-    it.text(410, 386, "Results are the same bits either way. buffer.stats() counts the calls of "
-            "each kind.", look="dim small", at="middle")  # fmt: skip
+    _caption(
+        it,
+        386,
+        "Results are the same bits either way. buffer.stats() counts the calls of each kind.",
+    )
     return it
 
 
@@ -148,10 +162,13 @@ def two_tiers() -> Drawing:
     it.arrow([(632, 156), (690, 156), (690, 271), (632, 271)], "green", width=2)
     it.text(702, 112, "forwarded", look="ink small")
     it.text(702, 216, "forwarded", look="ink small")
-    it.text(410, 342, "A token crosses once to each node that holds one of its experts, to the GPU "
-            "of the same number.", look="dim small", at="middle")  # fmt: skip
-    it.text(410, 360, "Combine goes back the same way: one sum per token and node.",
-            look="dim small", at="middle")  # fmt: skip
+    _caption(
+        it,
+        342,
+        "A token crosses once to each node that holds one of its experts, to the GPU of the "
+        "same number.",
+        "Combine goes back the same way: one sum per token and node.",
+    )
     return it
 
 
@@ -169,10 +186,14 @@ def auto_mode() -> Drawing:
     it.text(135, 46, "all have few tokens", look="dim small", at="middle")
     it.arrow([(640, 88), (640, 56), (730, 56), (730, 88)], "blue", width=2)
     it.text(685, 46, "a rank has many", look="dim small", at="middle")
-    it.text(410, 222, "Every exchange tells all ranks the most tokens that any of them had. "
-            "So all take the same arrow,", look="dim small", at="middle")  # fmt: skip
-    it.text(410, 240, "and nobody has to ask before a step. The bits of a result do not depend on "
-            "the mode inside a node.", look="dim small", at="middle")  # fmt: skip
+    _caption(
+        it,
+        222,
+        "Every exchange tells all ranks the most tokens that any of them had. So all take "
+        "the same arrow,",
+        "and nobody has to ask before a step. The bits of a result do not depend on the mode "
+        "inside a node.",
+    )
     return it
 
 
@@ -201,8 +222,12 @@ def expert_major() -> Drawing:
                 it.box(440, y, 220, 24, "grey", "padding", look="dim small", dashed=True)
         it.text(674, top + 16, f"expert {expert}: {len(tokens)} rows", look="ink")
         it.text(674, top + 34, f"starts at row {4 * expert}", look="dim small")
-    it.text(410, 334, "Groups start at multiples of expert_alignment, as grouped GEMMs want them. "
-            "Token 1 crosses the link once and is copied here.", look="dim small", at="middle")  # fmt: skip
+    _caption(
+        it,
+        334,
+        "Groups start at multiples of expert_alignment, as grouped GEMMs want them. Token 1 "
+        "crosses the link once and is copied here.",
+    )
     return it
 
 

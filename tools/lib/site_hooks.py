@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own: README.md is the front page, and links out of docs/ are names."""
+"""Hooks of mkdocs: README.md is the front page, and links out of docs/ become names."""
 
 from __future__ import annotations
 
