@@ -98,8 +98,15 @@ def buffer_memory() -> Drawing:
     it.box(340, 246, 460, 34, "blue", "direct: peers write each row once, to its final place")
     it.arrow([(145, 298), (145, 333), (338, 333)], "orange", width=2)
     it.text(304, 325, "no", look="dim small", at="middle")
-    it.box(340, 310, 460, 46, "orange", "rings: chunks of rows, copied out by the receiver; slower.",
-           "A PerformanceWarning says once how much is missing.")  # fmt: skip
+    it.box(
+        340,
+        310,
+        460,
+        46,
+        "orange",
+        "rings: chunks of rows, copied out by the receiver; slower.",
+        "A PerformanceWarning says once how much is missing.",
+    )
     _caption(
         it,
         386,

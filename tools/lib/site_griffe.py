@@ -1,4 +1,5 @@
-"""Docstrings as griffe reads them: names that share a description get a line each."""
+"""Docstrings as griffe reads them: names that share a description get a line each, and "::" before
+an example is one colon."""
 
 from __future__ import annotations
 
@@ -31,4 +32,5 @@ def separated(text: str) -> str:
 class SharedDescriptions(griffe.Extension):
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = separated(obj.docstring.value)
+            text = separated(obj.docstring.value)
+            obj.docstring.value = re.sub("::$", ":", text, flags=re.MULTILINE)
