@@ -49,10 +49,10 @@ def errors_page() -> str:
         prose(
             "Everything that deep_comm raises on purpose derives from `DeepCommError`, a "
             "`RuntimeError`. Errors of arguments are raised before anything is launched, on the "
-            "rank that made the call; errors that kernels find are raised on all ranks that they "
+            "rank that made the call. Errors that kernels find are raised on all ranks that they "
             "concern. After `PeerTimeout`, `CallInterrupted`, `MaskedOut`, and a `ConfigMismatch` "
-            "with `needs_reset`, a Buffer waits for what their remedies say; after all others it "
-            "goes on."
+            "with `needs_reset`, apply the remedy below. After any other error the Buffer stays "
+            "usable."
         ),
         "",
         "| error | is also | what happened |",
@@ -86,8 +86,8 @@ def environment_page() -> str:
         "# Environment variables",
         "",
         prose(
-            "Read when they are needed, never at import. `python -m deep_comm.doctor` prints them "
-            "with their values, and names variables with this prefix that nobody reads."
+            "Variables are read when they are needed, never at import. `python -m deep_comm.doctor` "
+            "prints them with their values, and names variables with this prefix that do not exist."
         ),
         "",
         "| variable | default | meaning | value |",
@@ -101,7 +101,7 @@ def environment_page() -> str:
         "## Of the build",
         "",
         prose(
-            "Read by `pip install .`, beside `CXX`, `CUDACXX` and `NVSHMEM_HOME`, which say where "
+            "`pip install .` reads these, and `CXX`, `CUDACXX` and `NVSHMEM_HOME`, which say where "
             "compilers and NVSHMEM are (`third_party/README.md`)."
         ),
         "",
@@ -164,17 +164,19 @@ def shapes_page() -> str:
         "# Sizes for known models",
         "",
         prose(
-            f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens a rank in prefill and "
-            f"{_DECODE_TOKENS} in decode, BF16 rows, MiB on every rank, rounded up to 8. *Layer* "
-            "is what `ExpertParallel` allocates for both modes; the next two are `num_nvl_bytes` "
-            "and `num_rdma_bytes` of a `Buffer` that one builds oneself: a receive region for the "
-            "worst routing beside 64 MiB of rings (less works: rows without room take the rings), "
-            "and `get_low_latency_rdma_size_hint`. *Rings alone* is the least for DeepEP's "
-            "configs. The last column is DeepEP's low-latency hint for the same shape, which "
-            "grows with the experts."
+            f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens per rank in prefill and "
+            f"{_DECODE_TOKENS} in decode, BF16 rows. Sizes are MiB on every rank, rounded up to 8."
         ),
         "",
-        "| model | hidden | experts | top-k | layer | normal | low latency | rings alone | "
+        "* **Layer**: what `ExpertParallel` allocates for both modes.",
+        "* **Normal**: `num_nvl_bytes` of a `Buffer`, with a receive region for the worst routing",
+        "  and 64 MiB of rings. Less works too: rows without room go through rings.",
+        "* **Low latency**: `num_rdma_bytes` by `get_low_latency_rdma_size_hint`.",
+        "* **Rings only**: the least `num_nvl_bytes` for DeepEP's Configs.",
+        "* **DeepEP's hint**: DeepEP's low-latency size for the same shape. It grows with the",
+        "  experts.",
+        "",
+        "| model | hidden | experts | top-k | layer | normal | low latency | rings only | "
         "DeepEP's hint |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -200,8 +202,8 @@ def shapes_page() -> str:
     lines += [
         "",
         prose(
-            "Another shape: `print(deep_comm.ExpertParallel.estimate_memory(...))`, or the three "
-            "functions named above. FP8 rows take a little more than half of the receive region."
+            "For another shape use `print(deep_comm.ExpertParallel.estimate_memory(...))`. FP8 rows "
+            "take a little more than half of the receive region."
         ),
     ]
     return "\n".join(lines) + "\n"
