@@ -47,22 +47,35 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     """Communication buffers of one rank, and the operations that use them.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
-    Ranks hold contiguous experts; if E is not a multiple of R, the first E % R ranks hold one more.
+    Ranks hold contiguous experts. If E is not a multiple of R, the first E % R ranks hold one more.
 
-    Operations that move data are collective: every rank of the group makes the same calls in the
-    same order. On CUDA devices they run on the current stream; with ``previous_event``, behind
-    which alone they are then, or ``async_finish`` on the Buffer's own. Without ``async_finish`` the
-    current stream waits for them; with it they return an event. Calls from several streams run one
-    behind the other. On the host target they have ended when the call returns. One thread at a time
-    makes calls of a Buffer: one that begins a call during another thread's gets UnsupportedError.
+    **Collective.** Operations that move data are collective: every rank of the group makes the same
+    calls in the same order.
+
+    **Streams.** On CUDA devices calls run on the current stream. With ``previous_event`` or
+    ``async_finish`` they run on the Buffer's own stream: they start after ``previous_event`` if
+    given, otherwise after the current stream. Without ``async_finish`` the current stream waits for
+    them; with it they return an event. Calls from several streams run one after the other. On the
+    host target a call has ended when it returns.
+
+    **Threads.** One thread at a time may call a Buffer. A call that begins during another thread's
+    raises UnsupportedError.
 
     Attributes:
-        rank, group_size: this rank and R.
+        rank: this rank.
+        group_size: R.
         group: what the Buffer was built with; None after destroy().
-        num_nvl_bytes, num_rdma_bytes: as given.
+        num_nvl_bytes, num_rdma_bytes: as given, in bytes.
         low_latency_mode, explicitly_destroy, enable_shrink: as given.
-        device: where all tensors live.
+        device: where all tensors are.
         runtime: the native engine; None after destroy().
+
+    Examples:
+        >>> num_bytes = deep_comm.Config().get_nvl_buffer_size_hint(2 * H, R)  # BF16 rows
+        >>> with deep_comm.Buffer(group, num_bytes, device="cpu") as buffer:
+        ...     recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        ...         x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
+        ...     combined_x, _, event = buffer.combine(recv_x, handle)
     """
 
     def __init__(
@@ -87,43 +100,44 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         rail: str | None = None,
         trace: int | None = None,
     ) -> None:
-        """Allocate and find the peers. Collective over the group.
+        """Allocate memory and find the peers. Collective over the group.
 
         Args:
-            group: a torch.distributed group of any backend, a ThreadGroup, a SimulatedGroup; or
+            group: a torch.distributed group of any backend, a ThreadGroup, a SimulatedGroup, or
                 None.
-            num_nvl_bytes: bytes of ring space in every rank; see Config.get_nvl_buffer_size_hint.
-            num_rdma_bytes: for low-latency calls, if low_latency_mode; and for rings between nodes,
-                which get as much again. With a slot for every row dispatch needs no rings: see
-                docs/guide/nodes.md. Without either nothing is allocated.
-            low_latency_mode: allocate num_rdma_bytes for low-latency calls as well; see
-                get_low_latency_rdma_size_hint.
-            enable_shrink: low-latency calls do without a rank that stays silent for timeout_s,
+            num_nvl_bytes: bytes on every rank for normal mode: rings, and from 128 MiB on a receive
+                region. See Config.get_nvl_buffer_size_hint.
+            num_rdma_bytes: bytes on every rank for low-latency calls, if low_latency_mode; and for
+                what crosses between nodes, which gets as much again. See
+                get_low_latency_rdma_size_hint and docs/guide/nodes.md. Inside a node without
+                low_latency_mode nothing is allocated.
+            low_latency_mode: allocate num_rdma_bytes for low-latency calls.
+            enable_shrink: low-latency calls leave out a rank that stays silent for timeout_s,
                 instead of raising PeerTimeout; see low_latency_query_mask_buffer. Needs
-                low_latency_mode; between nodes as well.
-            num_qps_per_rank: queues to each other node; nothing to do inside one node.
-            allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern transports between
-                nodes that this version has not.
-            explicitly_destroy: kept for callers that pass it; destroy() may always be called.
+                low_latency_mode. Works between nodes too.
+            num_qps_per_rank: queues to each other node; has no effect inside one node.
+            allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: taken for DeepEP's callers;
+                they concern transports between nodes that this version does not have.
+            explicitly_destroy: taken for DeepEP's callers; destroy() may always be called.
             comm: an mpi4py communicator instead of a group.
-            device: "cpu" for the host target, or a CUDA device; default: CUDA when available.
-            ranks_per_node: overrides what host names say.
-            timeout_s: how long a kernel waits for a peer; default: DEEP_COMM_TIMEOUT_S.
+            device: "cpu" for the host target, or a CUDA device. Default: the current CUDA device if
+                there is one.
+            ranks_per_node: overrides what host names say: logical nodes of so many ranks.
+            timeout_s: seconds that a kernel waits for a peer. Default: DEEP_COMM_TIMEOUT_S.
             num_max_experts: the largest E that calls may use, at most 57 344. Low-latency calls
-                inside a node count experts twice and take fewer, about 28 000: the error of a
-                call with more says how many.
-            num_direct_bytes: the part of num_nvl_bytes that is receive region: outputs
-                of dispatch are allocated there while there is room, and peers write
-                them in place, without rings.
-                Default: DEEP_COMM_NUM_DIRECT_BYTES, else all but 64 MiB from 128 MiB on, else none.
-                Outputs without room there are ordinary tensors, filled through the rings.
+                inside a node count experts twice and take fewer, about 28 000; the error of a call
+                with more says how many.
+            num_direct_bytes: bytes of num_nvl_bytes that are receive region. Outputs of dispatch
+                are allocated there while there is room, and peers write them in place. Outputs
+                without room are ordinary tensors, filled through rings. Default:
+                DEEP_COMM_NUM_DIRECT_BYTES, else all but 64 MiB from 128 MiB on, else none.
             rail: what joins the nodes of a group of several: "nvshmem" (CUDA devices; the ranks are
                 then the process's NVSHMEM job), "software" (CUDA devices, logical nodes of one
                 host), "simulated" (host target). Default: DEEP_COMM_RAIL, else nvshmem between
                 hosts and the other one inside a host.
-            trace: of how many last kernels the steps of every block are kept, at most 4096, in
-                640 KiB of device memory each; default: DEEP_COMM_TRACE, else 0: none. See
-                deep_comm.trace; ranks need not agree.
+            trace: the number of last kernels of which every block's steps are kept, at most 4096,
+                in 640 KiB of device memory each. Default: DEEP_COMM_TRACE, else 0: none. See
+                deep_comm.trace. Ranks may give different numbers.
 
         Raises:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
@@ -199,11 +213,15 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     def destroy(self) -> None:
         """Free this rank's resources. Idempotent.
 
-        Waits for this rank's own kernels, and until the software NIC has carried out what they
-        asked it for, never for a peer. The last reference to a Buffer does the same when it goes.
+        Waits for this rank's own kernels, and until the software NIC has done what they asked for,
+        but never for a peer. The last reference to a Buffer does the same when it goes.
 
         Raises:
             UnsupportedError: another thread is in a call of this Buffer.
+
+        Examples:
+            >>> other = deep_comm.Buffer(group, 1 << 20, device="cpu")
+            >>> other.destroy()
         """
         self._context.native_calls.require_no_other_thread()
         self._finalizer()
@@ -220,36 +238,48 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         self.group = None
 
     def reset(self, *, without: Iterable[int] = ()) -> None:
-        """Make the Buffer usable again after a PeerTimeout, and forget what kernels recorded.
+        """Make the Buffer usable again after a PeerTimeout. Collective.
 
-        Collective: all ranks call it when none will launch on this Buffer before it returns.
-        Handles of earlier dispatches stay valid if those dispatches succeeded.
+        Forgets what kernels recorded. All ranks call it when none will launch on this Buffer before
+        it returns. Handles of earlier dispatches stay valid if those dispatches succeeded.
 
-        ``without`` names ranks to go on without, inside one node: ranks that have ended or hang.
-        Only the others call it then, all with the same ranks. Until a reset() of all ranks takes
-        them back, nothing is sent to the absent ranks or awaited from them. They count as ranks
-        without tokens, and selections of their experts as -1: such a token is not in that rank,
-        nobody counts it there, and combine adds what the others return. Handles of dispatches
-        before it are refused (given as tensors, if they hold rows of an absent rank, for which the
-        host waits for the device), and CUDA graphs captured before it end with PeerTimeout: capture
-        anew. Low-latency calls do without the same ranks if enable_shrink is on, else they are
-        refused. Absent ranks of an earlier reset stay absent.
+        ``without`` names ranks that have ended or hang, to go on without them inside one node. Then
+        only the other ranks call it, all with the same ranks. Until a reset() of all ranks takes
+        them back:
 
-        An absent rank that lives finds MaskedOut in its next call, and must not be in the middle of
-        a kernel when the others come here: end its process first if you can. What such a kernel
-        still writes may fall into outputs of the others' next calls.
+        * Nothing is sent to the absent ranks or awaited from them. They count as ranks without
+          tokens.
+        * Selections of their experts count as -1: such a token is not in that rank, nobody counts
+          it there, and combine adds what the others return.
+        * Handles of earlier dispatches are refused (handles given as tensors if they hold rows of
+          an absent rank; the host waits for the device to see this).
+        * CUDA graphs captured before end with PeerTimeout: capture them again.
+        * Low-latency calls leave out the same ranks if enable_shrink is on, and are refused
+          otherwise.
+        * Absent ranks of an earlier reset stay absent.
+
+        An absent rank that lives gets MaskedOut in its next call. It must not be in the middle of a
+        kernel when the others come here: what that kernel still writes may land in outputs of the
+        others' next calls. End its process first if you can.
 
         Args:
             without: ranks, at most all but this one. Empty: none is absent any more.
 
         Raises:
-            ArgumentError: ``without`` names this rank, or what is no rank.
+            ArgumentError: ``without`` names this rank, or a number that is no rank.
             UnsupportedError: with ``without`` in a group of several nodes.
             PeerLost: without ``without``: a rank does not come.
-            ConfigMismatch: the ranks name different ranks.
-            PeerTimeout: a rank that is not named has not come within 4 times timeout_s; name it as
-                well, on all that are left. MaskedOut: the others go on without this rank.
-                After these last three the Buffer needs another reset.
+            ConfigMismatch: the ranks name different ranks. The Buffer needs another reset.
+            PeerTimeout: a rank that is not named has not come within 4 times timeout_s. Name it as
+                well, on all remaining ranks. The Buffer needs another reset.
+            MaskedOut: the others go on without this rank. The Buffer needs another reset.
+
+        Examples:
+            >>> try:
+            ...     recv_x, *_, handle, event = buffer.dispatch(
+            ...         x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
+            ... except deep_comm.PeerTimeout as error:
+            ...     buffer.reset(without=[error.peer])  # if that rank is the one that is gone
         """
         self._context.reset(without)
         self._low_latency.forget_pending()
@@ -257,21 +287,36 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     def check(self) -> None:
         """Raise what a kernel of this rank recorded, if any has failed. Does not wait.
 
-        On CUDA devices failures of asynchronous kernels surface here, or in the next call.
+        On CUDA devices failures of asynchronous kernels are raised here, or by the next call.
 
         Raises:
             PeerTimeout, ConfigMismatch, ExpertIndexError, CapacityError, MaskedOut: as recorded.
+
+        Examples:
+            >>> buffer.check()
         """
         self._context.check()
 
     def stats(self) -> BufferStats:
-        """How many calls had room in the receive region, and how many went through rings."""
+        """Return how many calls had room in the receive region, and how many went through rings.
+
+        Examples:
+            >>> if buffer.stats().dispatch_rings > 0:
+            ...     print("more num_nvl_bytes:", buffer.stats().missing_bytes)
+        """
         return BufferStats.of(self._context.native_calls, self._context.num_direct_bytes)
 
     def trace(self) -> Recording:
-        """What the blocks of this rank have noted in the last calls; see deep_comm.trace.
+        """Return what the blocks of this rank noted in the last calls; see deep_comm.trace.
 
-        Waits for this rank's kernels. Raises UnsupportedError if tracing is off.
+        Waits for this rank's kernels.
+
+        Raises:
+            UnsupportedError: tracing is off.
+
+        Examples:
+            >>> with deep_comm.Buffer(group, 1 << 20, device="cpu", trace=16) as traced:
+            ...     recording = traced.trace()
         """
         self._context.require_open()
         if self._context.trace_rings is None:
@@ -293,7 +338,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Does this build hold kernels for compute capability 9.0?"""
+        """Return True if this build has kernels for compute capability 9.0.
+
+        Examples:
+            >>> has_kernels = deep_comm.Buffer.is_sm90_compiled()
+        """
         try:
             from deep_comm import _cuda
         except ImportError:  # built without nvcc
@@ -302,33 +351,56 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """SMs of the recommended configs from now on, for all Buffers: equal on all ranks.
+        """Set the SMs of calls without a Config from now on, for all Buffers. Equal on all ranks.
 
         Raises:
             ArgumentError: not an integer of at least 1.
+
+        Examples:
+            >>> deep_comm.Buffer.set_num_sms(24)
         """
         Buffer.num_sms = integers.require("new_num_sms", new_num_sms, 1)
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event at this point of the current stream."""
+        """Return an event at this point of the current stream.
+
+        Examples:
+            >>> layout = buffer.get_dispatch_layout(
+            ...     topk_idx, E, previous_event=deep_comm.Buffer.capture(), async_finish=True)
+        """
         return EventOverlap(EventHandle())
 
     @classmethod
     def get_dispatch_config(cls, num_ranks: int) -> Config:
-        """The recommended Config of dispatch in a group of ``num_ranks``: SMs of set_num_sms, rings
-        as DeepEP's, which has none for some sizes: those take the rings of the next smaller one.
+        """Return the recommended Config of dispatch in a group of ``num_ranks`` ranks.
+
+        SMs are those of set_num_sms. Rings are as DeepEP's. Sizes that DeepEP does not have take
+        the rings of the next smaller size.
+
+        Examples:
+            >>> config = deep_comm.Buffer.get_dispatch_config(num_ranks=8)
         """
         return configs.recommended_dispatch_config(num_ranks, cls.num_sms)
 
     @classmethod
     def get_combine_config(cls, num_ranks: int) -> Config:
-        """The recommended Config of combine, likewise."""
+        """Return the recommended Config of combine, likewise.
+
+        Examples:
+            >>> config = deep_comm.Buffer.get_combine_config(num_ranks=8)
+        """
         return configs.recommended_combine_config(num_ranks, cls.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """The Buffer's own stream, of asynchronous calls. Raises
-        UnsupportedError on the host target.
+        """Return the Buffer's own stream, on which asynchronous calls run.
+
+        Raises:
+            UnsupportedError: on the host target.
+
+        Examples:
+            >>> if buffer.device.type == "cuda":
+            ...     stream = buffer.get_comm_stream()
         """
         self._context.require_open()
         return self._context.backend.comm_stream()
@@ -340,23 +412,28 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """This rank's ring space, or its low-latency region, as a tensor: to look at it; the latter
-        also to zero it between calls, or to use it for something else and then call
-        clean_low_latency_buffer, which is collective from then on: ask for it on all ranks. Between
-        nodes write there after a barrier of the ranks: the network may still read rows.
+        """Return this rank's ring space, or its low-latency region, as a tensor.
+
+        The ring space is to look at. The low-latency region may also be zeroed between calls. To
+        use it for something else, call clean_low_latency_buffer afterwards: that is collective once
+        the region was asked for, so ask for it on all ranks. Between nodes write there only after a
+        barrier of the ranks, because the network may still read rows.
 
         Args:
             dtype: of the elements.
-            size: shape of the result; default: everything from ``offset`` on, flat.
+            size: shape of the result. Default: everything from ``offset`` on, flat.
             offset: in elements.
-            use_rdma_buffer: the low-latency region, instead of the ring space.
+            use_rdma_buffer: the low-latency region instead of the ring space.
 
         Returns:
-            A view of the Buffer's memory, of ``dtype``: valid until destroy().
+            A view of the Buffer's memory, of ``dtype``. Valid until destroy().
 
         Raises:
             ArgumentError: it would reach past the end.
             UnsupportedError: there is no low-latency region.
+
+        Examples:
+            >>> rings = buffer.get_local_buffer_tensor(torch.uint8)
         """
         self._context.require_open()
         if not isinstance(dtype, torch.dtype):

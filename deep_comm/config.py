@@ -27,15 +27,22 @@ _ROW_METADATA_BYTES = 256  # beside a row: indices, weights, scales, its source
 
 @dataclass(frozen=True)
 class Config:
-    """Resources of one call. Every SM is a channel, with a ring per source rank.
+    """Resources of one call. Every SM is a channel, with one ring per source rank.
+
+    Equal on all ranks of a call.
 
     Attributes:
-        num_sms: SMs (host target: blocks) the kernels use, at least 1 where used.
-        num_max_nvl_chunked_send_tokens: rows sent between two publications inside a node.
+        num_sms: SMs (host target: blocks) that the kernels use, at least 1 where used.
+        num_max_nvl_chunked_send_tokens: rows that a ring inside a node publishes together.
         num_max_nvl_chunked_recv_tokens: slots inside a node that two SMs share from one source, at
             least as many: each has a ring of half of them.
-        num_max_rdma_chunked_send_tokens: the same between nodes.
-        num_max_rdma_chunked_recv_tokens: at least twice as many; rounded up to a multiple.
+        num_max_rdma_chunked_send_tokens: rows that a ring between nodes publishes together.
+        num_max_rdma_chunked_recv_tokens: slots of a ring between nodes, at least twice as many;
+            rounded up to a multiple.
+
+    Examples:
+        >>> config = deep_comm.Config(num_sms=24)
+        >>> num_bytes = config.get_nvl_buffer_size_hint(2 * 7168, num_ranks=8)
     """
 
     num_sms: int = 20
@@ -95,7 +102,7 @@ class Config:
         *,
         num_tokens: int | None = None,
     ) -> int:
-        """num_nvl_bytes of a Buffer for rows of ``hidden_bytes``: rings and a receive region.
+        """Return num_nvl_bytes for rows of ``hidden_bytes``: rings and a receive region.
 
         The region holds the rows of a dispatch of ``num_tokens`` tokens per rank, and of their
         combine, if experts are chosen uniformly, eight per token, with a quarter more for
@@ -105,13 +112,16 @@ class Config:
             hidden_bytes: bytes of a row, without its scales.
             num_ranks: R.
             ranks_per_node: default: DEEP_COMM_RANKS_PER_NODE, else 8.
-            num_tokens: default: DEEP_COMM_REGION_TOKENS, else 4096. 0: no region, the rings alone.
+            num_tokens: default: DEEP_COMM_REGION_TOKENS, else 4096. 0: no region, only rings.
 
         Returns:
-            Bytes in every rank.
+            Bytes on every rank.
 
         Raises:
             ArgumentError: a size is out of range.
+
+        Examples:
+            >>> num_bytes = deep_comm.Config().get_nvl_buffer_size_hint(2 * 7168, num_ranks=8)
         """
         rings = self.ring_bytes(hidden_bytes, num_ranks, ranks_per_node)
         if num_tokens is None:
@@ -127,8 +137,13 @@ class Config:
     def ring_bytes(
         self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
     ) -> int:
-        """Bytes of the rings inside a node for rows of ``hidden_bytes`` with up to 128 top-k and
-        scale columns. Arguments and errors as of get_nvl_buffer_size_hint.
+        """Return the bytes of the rings inside a node for rows of ``hidden_bytes``.
+
+        With room for up to 128 top-k and scale columns. Arguments and errors as of
+        get_nvl_buffer_size_hint.
+
+        Examples:
+            >>> least = deep_comm.Config().ring_bytes(2 * 7168, num_ranks=8)
         """
         num_local, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         words_per_pair = (2 * num_nodes + 3) * 4  # of SMs
@@ -139,9 +154,12 @@ class Config:
     def get_rdma_buffer_size_hint(
         self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
     ) -> int:
-        """num_rdma_bytes that serves rows of ``hidden_bytes``, in bytes; 0 inside a node.
+        """Return num_rdma_bytes for rows of ``hidden_bytes`` between nodes; 0 inside a node.
 
         Arguments and errors as of get_nvl_buffer_size_hint.
+
+        Examples:
+            >>> num_bytes = deep_comm.Config().get_rdma_buffer_size_hint(2 * 7168, num_ranks=16)
         """
         _, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         if num_nodes == 1:

@@ -34,7 +34,14 @@ pool: Pool | None = None
 
 
 class EventHandle:
-    """A point in the work of a CUDA stream: the current stream unless one is given."""
+    """A point in the work of a CUDA stream: the current stream unless one is given.
+
+    On the host target it holds nothing, and waiting for it does nothing.
+
+    Examples:
+        >>> event = deep_comm.EventHandle()
+        >>> event.current_stream_wait()
+    """
 
     _event: torch.cuda.Event | None = None
     _pooled: Any = None
@@ -58,14 +65,14 @@ class EventHandle:
         return handle
 
     def current_stream_wait(self) -> None:
-        """Work that the current stream gets from now on waits for this event."""
+        """Let what the current stream gets from now on wait for this event. The host does not."""
         if self._pooled is not None:
             self._pooled.wait(0 if pool is None else pool.current_stream())
         elif self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def stream_wait(self, stream: torch.cuda.Stream) -> None:
-        """The same for ``stream``."""
+        """Let what ``stream`` gets from now on wait for this event. The host does not."""
         if self._pooled is not None:
             self._pooled.wait(stream.cuda_stream)
         elif self._event is not None:
@@ -115,13 +122,19 @@ class TensorsEvent(EventHandle):
 
 
 class EventOverlap:
-    """An EventHandle or nothing, usable as a context manager that waits at its end::
+    """An EventHandle or nothing. As a context manager it waits at the end of the block.
 
-        with event:
-            ...  # work that does not need the result of the communication
+    Asynchronous calls return one with an event, other calls an empty one.
 
-    Attributes: ``event`` (None if the call was synchronous), ``extra_tensors`` (kept alive by it),
-    ``hook_after_wait`` (called once, by the next wait).
+    Attributes:
+        event: None if the call was synchronous.
+        extra_tensors: tensors that it keeps alive.
+        hook_after_wait: called once, by the next wait.
+
+    Examples:
+        >>> *_, event = buffer.dispatch(x, topk_idx=topk_idx, num_experts=E, async_finish=True)
+        >>> with event:
+        ...     shared = x / 2  # work that does not need the result of the communication
     """
 
     # Of an instance that calls in one native step make, without __init__.
@@ -139,8 +152,14 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """The current stream waits for the event. ``release_handle``: the event, and what it keeps
-        alive, is let go of afterwards."""
+        """Let what the current stream gets from now on wait for the event. The host does not.
+
+        Args:
+            release_handle: let go of the event, and of what it keeps alive, afterwards.
+
+        Raises:
+            ArgumentError: there is no event.
+        """
         if self.event is None:
             raise ArgumentError(
                 "event", None, "must be that of an asynchronous call to wait for it"
@@ -153,7 +172,13 @@ class EventOverlap:
             self.event = self.extra_tensors = None
 
     def register_hook_after_wait(self, hook: Callable[[], object]) -> None:
-        """The next wait calls ``hook`` when it has queued the waiting. One at a time."""
+        """Let the next wait call ``hook`` when it has queued the waiting. One hook at a time.
+
+        Examples:
+            >>> event = deep_comm.EventOverlap(deep_comm.EventHandle())
+            >>> event.register_hook_after_wait(lambda: print("queued"))
+            >>> event.current_stream_wait()
+        """
         if self.hook_after_wait is not None:
             raise ArgumentError("hook", None, "is there already, and only one may be")
         self.hook_after_wait = hook

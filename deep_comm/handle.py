@@ -342,9 +342,9 @@ class LowLatencyHandle:
         num_tokens: of this rank.
         rank, members: of the group.
         recv_tokens: int32 [R], tokens that each source has.
-        (In a group of several nodes the second index of the next two is not the source's token, but
-        the slot that its row came in: of num_max_dispatch_tokens_per_rank a source has here.)
-        recv_rows: int32 [R, M, K], row of a top-k entry on this rank, or -1; compact: [R, M].
+        recv_rows: int32 [R, M, K], row of a top-k entry on this rank, or -1; compact: [R, M]. In a
+            group of several nodes the second index, here and in recv_weights, is not the source's
+            token, but the slot that its row came in, one of M for each source.
         recv_weights: float32 [R, M, K], if they came with dispatch; compact: None.
         num_recv_tokens: int32 [1]; None unless compact, like the next two.
         recv_topk_idx: int32 [N, K], local expert, or -1.
@@ -433,6 +433,7 @@ class LowLatencyHandle:
         return self._part("recv_topk_weights")
 
     def as_tuple(self) -> tuple[Tensor, Tensor, int, int, int]:
+        """The five items, in the order of DeepEP's handle."""
         return (
             self.src_info,
             self.layout_range,

@@ -37,13 +37,15 @@ class InternodeCalls(NormalCalls):
     """dispatch and combine over two tiers: N nodes of M ranks, R = N * M.
 
     A token crosses once to each node that holds one of its experts, to the rank of the sender's
-    local index there, which hands it on inside the node. combine adds a token's rows in every node
-    before they cross back: in float32 over the node's ranks, ascending, rounded once to the dtype
-    of x (the source's own node included), then in float32 from the biases over the nodes,
-    ascending, and rounded once more. The result does not depend on ``config``.
+    local index there. That rank forwards it inside the node.
 
-    The handle is an InternodeHandle, whose first ten fields are also a sequence. In worst-case
-    mode ``num_worst_tokens`` also bounds the rows that this rank forwards, unless N times its own
+    combine adds a token's rows in every node before they cross back: in float32 over the node's
+    ranks, ascending, rounded once to the dtype of x (the source's own node included). Then it adds
+    in float32 from the biases over the nodes, ascending, and rounds once more. The result does not
+    depend on ``config``.
+
+    The handle is an InternodeHandle, whose first ten fields are also a sequence. In worst-case mode
+    ``num_worst_tokens`` also bounds the rows that this rank forwards, unless N times its own
     tokens, or the most that any rank has brought so far, are more.
     """
 

@@ -1,7 +1,7 @@
 """Ranks as threads of one process: a group without torchrun, for tests, notebooks and single hosts.
 
-The native engine releases the GIL while it works, and every object of a Buffer belongs to one rank,
-so that threads serve as ranks as well as processes do::
+The native engine releases the GIL while it works, and every object of a Buffer belongs to one rank.
+So threads serve as ranks as well as processes do::
 
     def rank_main(group):
         buffer = deep_comm.Buffer(group, num_nvl_bytes=1 << 24, device="cpu")
@@ -71,9 +71,11 @@ class ThreadGroup:
         self._turns: dict[tuple[int, ...], int] = {}  # shared by all groups of this rank
 
     def rank(self) -> int:
+        """This rank's place in the group."""
         return self._members.index(self._global_rank)
 
     def size(self) -> int:
+        """Ranks of the group."""
         return len(self._members)
 
     def all_gather_object(self, payload: Any) -> list[Any]:
@@ -83,6 +85,7 @@ class ThreadGroup:
         return self._hub.exchange(self._members, turn, self._global_rank, payload)
 
     def barrier(self) -> None:
+        """Wait for all ranks. Raises PeerLost as all_gather_object does."""
         self.all_gather_object(None)
 
     def subgroup(self, ranks: Sequence[int]) -> ThreadGroup:
@@ -159,6 +162,7 @@ def run_threads(
 
 
 def check_num_ranks(num_ranks: int) -> None:
+    """Raise ArgumentError unless there is a rank."""
     if num_ranks < 1:
         raise ArgumentError("num_ranks", num_ranks, "must be at least 1")
 

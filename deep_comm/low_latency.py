@@ -25,25 +25,26 @@ _MOST_TOKENS = 65535  # of a rank in a call
 
 
 class LowLatencyCalls:
-    """Dispatch and combine for decoding: no host synchronisation, fixed shapes, CUDA graphs.
+    """Dispatch and combine for decoding: no host wait, fixed shapes, CUDA graphs.
 
     R ranks, M tokens that a rank may have, T <= M that it has, H hidden, K top-k, E experts, L
     local experts, S = H / 128 scales.
 
-    Calls are collective, as Buffer says, and may be mixed with dispatch and combine in any order.
-    They run on the current stream, with ``async_finish`` on the Buffer's own. With
-    ``return_recv_hook`` only the send phase runs now; the returned hook runs the receive phase, on
-    the same stream. In between no SM is held. Two calls of a kind may wait for their hooks at a
-    time; hooks may be called in any order, each once; every call wants its hook called before the
-    next but one call of its kind, which is refused before.
+    Calls are collective, as Buffer says. They may be mixed with dispatch and combine in any order.
+    They run on the current stream, with ``async_finish`` on the Buffer's own.
 
-    The region of these calls is zero while none runs, and must be so when one begins: between calls
-    it may be looked at and zeroed. If anything else is written there (get_local_buffer_tensor), all
-    ranks call clean_low_latency_buffer before the next call.
+    **Hooks.** With ``return_recv_hook`` only the send phase runs now. The returned hook runs the
+    receive phase, on the same stream. No SM is held in between. Two calls of a kind may wait for
+    their hooks at a time. Hooks may be called in any order, each once. The next but one call of a
+    kind is refused until the hook of a call has run.
 
-    In a group of several nodes the same calls give the same results. There a receive phase may wait
-    for that of another rank of the node, which hands rows on: all ranks call their hooks in the
-    same order, and one_rounding needs num_rdma_bytes for R * M * K rows more.
+    **The region** of these calls is zero while none runs, and must be zero when one begins. Between
+    calls it may be looked at and zeroed. If anything else is written there
+    (get_local_buffer_tensor), all ranks call clean_low_latency_buffer before the next call.
+
+    **Several nodes.** The same calls give the same results. A receive phase may wait for that of
+    another rank of the node, which hands rows on: all ranks call their hooks in the same order.
+    one_rounding needs num_rdma_bytes for R * M * K rows more.
     """
 
     _context: Context
@@ -66,21 +67,27 @@ class LowLatencyCalls:
         ranks_per_node: int | None = None,
         enable_shrink: bool = False,
     ) -> int:
-        """num_rdma_bytes that serve calls up to these sizes, with any top-k and format.
+        """Return num_rdma_bytes for calls up to these sizes, with any top-k and format.
 
         It grows with tokens and ranks, not with experts.
 
         Args:
-            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts: M, H, R, E.
-            ranks_per_node: of a group of several nodes, which needs more; default: one node, unless
+            num_max_dispatch_tokens_per_rank: M.
+            hidden: H.
+            num_ranks: R.
+            num_experts: E.
+            ranks_per_node: of a group of several nodes, which needs more. Default: one node, unless
                 num_ranks is more than a node has.
             enable_shrink: for a Buffer with rank masks, which needs more from 65 ranks on.
 
         Returns:
-            Bytes in every rank.
+            Bytes on every rank.
 
         Raises:
             ArgumentError: a size is out of range.
+
+        Examples:
+            >>> num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
         """
         for name, value, smallest in (
             ("hidden", hidden, 8),
@@ -102,15 +109,18 @@ class LowLatencyCalls:
     ) -> None:
         """Make the region of low-latency calls zero, if a caller may have written there.
 
-        Nothing needs cleaning after calls of any mode: this only checks then that the sizes would
-        fit. With enable_shrink, and once get_local_buffer_tensor has given the region away, it is
-        a collective low-latency call on the current stream: it ends when all ranks have begun it,
-        and as in every such call a silent rank is masked, or PeerTimeout without enable_shrink.
+        Nothing needs cleaning after calls of any mode: then this only checks that the sizes would
+        fit. With enable_shrink, and once get_local_buffer_tensor has returned the region, it is a
+        collective low-latency call on the current stream. It ends when all ranks have begun it. As
+        in every such call a silent rank is masked, or raises PeerTimeout without enable_shrink.
 
         Raises:
-            ArgumentError, BufferTooSmall: the sizes would not fit; or, of a collective one, the
+            ArgumentError, BufferTooSmall: the sizes would not fit. If it is collective also: the
                 hook of a call has not run.
             ConfigMismatch, PeerTimeout, MaskedOut: as of low_latency_dispatch.
+
+        Examples:
+            >>> buffer.clean_low_latency_buffer(M, H, E)
         """
         self._low_latency.num_blocks(num_max_dispatch_tokens_per_rank, hidden, 1, num_experts)
         self._low_latency_region.clean()
@@ -122,10 +132,15 @@ class LowLatencyCalls:
         num_topk: int,
         num_experts: int,
     ) -> int:
-        """Blocks, of one SM each, of the kernels of a BF16 call of this shape: equal on all ranks.
+        """Return the blocks, of one SM each, of the kernels of a BF16 call of this shape.
+
+        Equal on all ranks.
 
         Raises:
             ArgumentError, BufferTooSmall: as the call would.
+
+        Examples:
+            >>> num_sms = buffer.low_latency_num_blocks(M, H, K, E)
         """
         return self._low_latency.num_blocks(
             num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts
@@ -151,48 +166,48 @@ class LowLatencyCalls:
         use_nvfp4: bool = False,
         x_global_scale: Tensor | None = None,
     ) -> DispatchResult:
-        """Send each token to the ranks of its experts, once a rank. Collective.
+        """Send each token to the ranks of its experts, once per rank. Collective.
 
         Args:
             x: bfloat16 [T, H], H a multiple of 8, of 128 with use_fp8. T may differ between ranks.
-            topk_idx: int64 or int32 [T, K], -1: no selection. An expert may stand in a row twice:
+            topk_idx: int64 or int32 [T, K]; -1: no selection. An expert may stand in a row twice:
                 the token then has one row with it, which combine adds with both weights.
             num_max_dispatch_tokens_per_rank: M, equal on all ranks.
             num_experts: E.
             cumulative_local_expert_recv_stats: int32 [L], += rows of each expert.
             dispatch_wait_recv_cost_stats: int64 [R], += nanoseconds that one block waited for each
                 source.
-            use_fp8: cast rows to e4m3 (OCP FP8) with a float32 scale for 128 columns: largest
+            use_fp8: cast rows to e4m3 (OCP FP8) with one float32 scale per 128 columns: largest
                 magnitude / 448, at least 1e-4 / 448.
             round_scale: scales are rounded up to powers of two.
-            use_ue8m0: scales come back as exponent bytes (OCP Microscaling's E8M0), four in an
-                int32. Needs round_scale.
+            use_ue8m0: scales return as exponent bytes (OCP Microscaling's E8M0), four in an int32.
+                Needs round_scale.
             use_nvfp4: cast rows to NVFP4 instead, whatever use_fp8 says: e2m1 elements, two in a
-                byte, the first in its low half, and for 16 of them a scale in e4m3. H a multiple of
+                byte, the first in its low half, and one e4m3 scale per 16 of them. H a multiple of
                 64. scale = largest magnitude / 6 * x_global_scale, rounded; element = x *
                 (x_global_scale / scale), rounded (csrc/device/move/quantise_fp4.cuh): x is nearly
-                element * scale / x_global_scale. Eight negative zeros in a row of a multiple of
-                eight come with the last of them positive.
-            x_global_scale: float32, one element, on the device, with use_nvfp4; 1 if left
-                away. As a rule 448 * 6 / the largest magnitude of x on any rank; smaller
-                is safe, larger saturates.
+                element * scale / x_global_scale. Of eight negative zeros in a row that begin at a
+                multiple of eight, the last returns positive.
+            x_global_scale: float32, one element, on the device, with use_nvfp4. Default: 1. As a
+                rule 448 * 6 / the largest magnitude of x on any rank. Smaller is safe, larger
+                saturates.
             async_finish: run on the Buffer's own stream and return an event to wait for.
-            return_recv_hook: only send now, and return a hook that receives; not with async_finish.
+            return_recv_hook: only send now, and return a hook that receives. Not with async_finish.
             topk_weights: float32 [T, K]: travels along, so that combine need not send it. On all
                 ranks, or on none.
-            compact: return each received token once instead of once an expert.
-            report_num_tokens: wait_low_latency_num_tokens will be asked. Not while a CUDA graph is
+            compact: return each received token once instead of once per expert.
+            report_num_tokens: wait_low_latency_num_tokens will be called. Not while a CUDA graph is
                 captured.
 
         Returns:
-            recv_x: [L, R * M, H]: the rows of an expert, by (source rank, source token), as many as
-                recv_count says; with use_fp8 (recv_x, scales), scales [L, R * M, S] stored by
-                column. Compact: [R * M, H], rows by (source rank, source token), as many as
-                handle.num_recv_tokens says, with handle.recv_topk_idx and .recv_topk_weights.
-                With use_nvfp4 rows are uint8 [..., H / 2], and scales float8_e4m3fn
-                [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L), in the tiles of 128
-                rows and 4 scales that cuBLAS and CUTLASS read for block-scaled GEMMs: those of row
-                128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
+            recv_x: [L, R * M, H]: the rows of an expert, sorted by (source rank, source token). The
+                first recv_count rows of an expert count. With use_fp8 (recv_x, scales), scales [L,
+                R * M, S] stored by column. Compact: [R * M, H], rows sorted by (source rank, source
+                token). The first handle.num_recv_tokens rows count, with handle.recv_topk_idx and
+                .recv_topk_weights. With use_nvfp4 rows are uint8 [..., H / 2], and scales
+                float8_e4m3fn [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L), in the
+                tiles of 128 rows and 4 scales that cuBLAS and CUTLASS read for block-scaled GEMMs:
+                those of row 128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
             recv_count: int32 [L], rows of each expert.
             handle: for combine; see LowLatencyHandle.
             event: EventOverlap; empty without async_finish.
@@ -205,6 +220,14 @@ class LowLatencyCalls:
             ConfigMismatch, PeerTimeout: on the ranks that notice; reset() makes the Buffer usable
                 again.
             MaskedOut: the other ranks go on without this one (enable_shrink).
+
+        Examples:
+            >>> recv_x, recv_count, handle, event, hook = buffer.low_latency_dispatch(
+            ...     x, topk_idx, M, E, use_fp8=False, return_recv_hook=True)
+            >>> shared = x * 2  # anything that does not need recv_x
+            >>> hook()
+            >>> combined_x, event, _ = buffer.low_latency_combine(
+            ...     recv_x, topk_idx, topk_weights, handle)
         """
         made: DispatchResult = self._dispatch_low_latency(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
@@ -215,13 +238,18 @@ class LowLatencyCalls:
         return made
 
     def wait_low_latency_num_tokens(self) -> int:
-        """The most tokens that any rank had in the last dispatch with ``report_num_tokens``.
+        """Return the most tokens that any rank had in the last dispatch with ``report_num_tokens``.
 
-        Every rank learns the same number. The host waits until the receive phase has it, not until
+        Every rank gets the same number. The host waits until the receive phase has it, not until
         the dispatch has ended.
 
         Raises:
-            PeerTimeout, or what else the dispatch ended with, if it did not get there.
+            PeerTimeout: the dispatch did not get there; or what else it ended with.
+
+        Examples:
+            >>> recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
+            ...     x, topk_idx, M, E, use_fp8=False, report_num_tokens=True)
+            >>> most = buffer.wait_low_latency_num_tokens()
         """
         return self._low_latency.wait_num_tokens()
 
@@ -240,47 +268,55 @@ class LowLatencyCalls:
         *,
         one_rounding: bool = False,
     ) -> CombineResult:
-        """Weighted sum of the experts' rows of each token, at its source. Collective.
+        """Return the weighted sum of the experts' rows of each token, at its source. Collective.
 
-        Two roundings: the rank of the experts adds weight * row over a token's selections there in
-        float32, k ascending, each product rounded to float32, and rounds the sum to bfloat16; the
-        token's rank adds those in float32, ranks ascending, and rounds to bfloat16. With compact
-        rows, which their rank has reduced, only the second.
+        **Rounding.** The rank of the experts adds weight * row over a token's selections there: in
+        float32, k ascending, each product rounded to float32, the sum rounded to bfloat16. The
+        token's rank adds those in float32, ranks ascending, and rounds to bfloat16. Compact rows
+        have been reduced by their rank already, so only the second step remains.
 
         Args:
             x: bfloat16, the shape of dispatch's recv_x, contiguous.
             topk_idx: as given to dispatch.
-            topk_weights: float32 [T, K]; not used if dispatch got them, nor with compact rows.
+            topk_weights: float32 [T, K]. Not used if dispatch got them, nor with compact rows.
             handle: of the dispatch whose rows these are.
-            use_logfmt: what a rank of experts sends back for a token is rounded to LogFMT-10, a
-                sign and nine bits of a logarithm, instead of to bfloat16 (of compact rows: what it
-                hands over): after DeepSeek-AI, "Insights into DeepSeek-V3", 2025, in a layout of
-                this library (csrc/device/move/logfmt.cuh). 10 bits an element and 4 bytes for 16 of
-                them, three quarters of the bytes. An element is wrong by a factor of at most
-                2 ** ((r + 1/64) / 1020), r the binary logarithm of the ratio of the largest to the
-                least of its 16, at most 32: 2.2 % then, 0.3 % at r = 4. Below 2**-32 of the largest
-                it becomes 0; one that is not finite makes all 16 NaN. Needs H a multiple of 16.
-                Equal on all ranks; not with zero_copy or one_rounding.
+            use_logfmt: what a rank of experts returns for a token is rounded to LogFMT-10, a sign
+                and nine bits of a logarithm, instead of to bfloat16 (of compact rows: what it hands
+                over): after DeepSeek-AI, "Insights into DeepSeek-V3", 2025, in a layout of this
+                library (csrc/device/move/logfmt.cuh). 10 bits per element and 4 bytes per 16 of
+                them, three quarters of the bytes. An element is wrong by a factor of at most 2 **
+                ((r + 1/64) / 1020), where r is the binary logarithm of the ratio of the largest to
+                the least of its 16, at most 32: 2.2 % then, 0.3 % at r = 4. Below 2**-32 of the
+                largest it becomes 0. One element that is not finite makes all 16 NaN. Needs H a
+                multiple of 16. Equal on all ranks. Not with zero_copy or one_rounding.
             zero_copy: the rows are in get_next_low_latency_combine_buffer(handle); of x only the
                 shape counts.
             async_finish, return_recv_hook: as of low_latency_dispatch.
             out: bfloat16 [T, H]: written instead of a new tensor.
             combine_wait_recv_cost_stats: int64 [R], as dispatch's.
-            one_rounding: send every row as it is; the token's rank adds weight * row in float32, k
-                ascending, each product rounded to float32, and rounds to bfloat16. Moves a row per
-                (token, expert) instead of per (token, rank), and needs room for M * K rows, with
-                enable_shrink R * M * K, in a quarter of num_rdma_bytes: without masks more than
-                the size hint says where K > R, with them always. Equal on all ranks.
+            one_rounding: send every row as it is. The token's rank adds weight * row in float32, k
+                ascending, each product rounded to float32, and rounds to bfloat16. Moves one row
+                per (token, expert) instead of per (token, rank). Needs room for M * K rows, with
+                enable_shrink R * M * K, in a quarter of num_rdma_bytes: without masks more than the
+                size hint where K > R, with them always. Equal on all ranks.
 
         Returns:
             combined_x: bfloat16 [T, H].
-            event, hook: as of low_latency_dispatch. The send phase waits for its peers' send
-                phases, unless the weights came with dispatch.
+            event: EventOverlap; empty without async_finish.
+            hook: as of low_latency_dispatch. The send phase waits for its peers' send phases,
+                unless the weights came with dispatch.
 
         Raises:
-            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched. Also where the hook
-                of the handle's dispatch has not run.
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched. Also if the hook of
+                the handle's dispatch has not run.
             ConfigMismatch, PeerTimeout, MaskedOut: as of low_latency_dispatch.
+
+        Examples:
+            >>> recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
+            ...     x, topk_idx, M, E, use_fp8=False, topk_weights=topk_weights)
+            >>> combined_x, event, hook = buffer.low_latency_combine(
+            ...     recv_x, topk_idx, None, handle, return_recv_hook=True)
+            >>> hook()
         """
         made: CombineResult = self._combine_low_latency(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish,
@@ -289,13 +325,21 @@ class LowLatencyCalls:
         return made
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """Where to write the rows for combine(zero_copy=True): bfloat16, shaped like recv_x.
+        """Return where to write the rows for combine(zero_copy=True): bfloat16, shaped like recv_x.
 
-        The same memory for every handle of this shape; it is made on first use (before a CUDA graph
-        is captured). The send phase of combine is done with it.
+        Every handle of this shape gets the same memory. It is allocated on first use (do this
+        before a CUDA graph is captured). After the send phase of combine it may be written again.
 
         Raises:
             ArgumentError: not a low-latency handle of this rank of this group.
+
+        Examples:
+            >>> recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
+            ...     x, topk_idx, M, E, use_fp8=False)
+            >>> rows = buffer.get_next_low_latency_combine_buffer(handle)
+            >>> _ = rows.copy_(recv_x)  # as a rule the experts write here
+            >>> combined_x, _, _ = buffer.low_latency_combine(
+            ...     rows, topk_idx, topk_weights, handle, zero_copy=True)
         """
         self._context.require_open()
         buffer: Tensor | None = self._low_latency.combine_buffer(handle)
@@ -308,42 +352,53 @@ class LowLatencyCalls:
         return buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Do without a rank from the next low-latency call on, or not any more.
+        """Leave a rank out from the next low-latency call on, or take it back.
 
-        For this rank alone: the others must be told likewise. A rank that has missed a call cannot
+        This concerns this rank only: tell the others likewise. A rank that has missed a call cannot
         come back this way, but with low_latency_clean_mask_buffer. Ordered on the current stream.
 
         Args:
             rank_to_mask: a rank of the group, not this one.
-            mask: True: do without it.
+            mask: True: leave it out.
 
         Raises:
             ArgumentError: no such rank, or a Buffer without enable_shrink.
+
+        Examples:
+            >>> if buffer.enable_shrink:
+            ...     buffer.low_latency_update_mask_buffer(rank_to_mask=(rank + 1) % R, mask=False)
         """
         self._low_latency_region.update_mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Which ranks low-latency calls do without: those that were silent for the Buffer's
-        timeout_s during a call of any rank, and those of low_latency_update_mask_buffer.
+        """Write which ranks low-latency calls leave out.
+
+        These are the ranks that were silent for the Buffer's timeout_s during a call of any rank,
+        and those of low_latency_update_mask_buffer.
 
         A call during which a rank falls silent ends after at most a few such times. Dispatch leaves
-        its tokens out; if it fell silent in the middle, recv_count may count rows of it that have
-        no content, and combine sends nothing back for them. Combine leaves out what its experts did
+        out its tokens. If it fell silent in the middle, recv_count may count rows of it that have
+        no content, and combine returns nothing for them. Combine leaves out what its experts did
         not send. Later calls do not wait for it.
 
-        Between nodes as well: there rows go straight from rank to rank with enable_shrink, so that
-        none of a live rank is lost with another one; a call whose mask stays zero has lost nothing.
+        Between nodes rows go straight from rank to rank with enable_shrink, so no row of a live
+        rank is lost with another rank. A call whose mask stays zero has lost nothing.
 
         Args:
             mask_status: int32 [R], out: 1 for masked ranks. Ordered on the current stream.
 
         Raises:
             ArgumentError: another shape or dtype, or a Buffer without enable_shrink.
+
+        Examples:
+            >>> mask = torch.zeros(R, dtype=torch.int32, device=buffer.device)
+            >>> if buffer.enable_shrink:
+            ...     buffer.low_latency_query_mask_buffer(mask)
         """
         self._low_latency_region.query_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """All ranks take part again. Collective over all of them, also those that were masked.
+        """Take all ranks back. Collective over all of them, also those that were masked.
 
         Calls whose hooks have not run are forgotten. Waits for this rank's kernels.
 
@@ -352,5 +407,9 @@ class LowLatencyCalls:
             UnsupportedError: ranks are absent since ``reset(without=...)``, which only reset() of
                 all ranks takes back.
             PeerLost: a rank does not come.
+
+        Examples:
+            >>> if buffer.enable_shrink:
+            ...     buffer.low_latency_clean_mask_buffer()
         """
         self._low_latency_region.clean_mask()

@@ -63,23 +63,27 @@ class NormalCalls:
         """Count the tokens that go to each rank and expert. Local: no peer takes part.
 
         Args:
-            topk_idx: int64 or int32 [T, K], global expert indices, -1: no selection. An expert may
+            topk_idx: int64 or int32 [T, K], global expert indices; -1: no selection. An expert may
                 stand in a row twice.
             num_experts: E.
             previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
 
         Returns:
-            num_tokens_per_rank: int32 [R], a token counts once per rank.
-            num_tokens_per_rdma_rank: int32 [nodes], a token counts once per node; None inside one
+            num_tokens_per_rank: int32 [R]; a token counts once per rank.
+            num_tokens_per_rdma_rank: int32 [nodes]; a token counts once per node. None inside one
                 node.
-            num_tokens_per_expert: int32 [E], every selection counts.
+            num_tokens_per_expert: int32 [E]; every selection counts.
             is_token_in_rank: bool [T, R].
             event: EventOverlap; empty without async_finish.
 
         Raises:
             ArgumentError: nothing was launched.
-            ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all
+            ExpertIndexError: an index is out of range. On CUDA devices dispatch raises it, on all
                 ranks.
+
+        Examples:
+            >>> num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, event = (
+            ...     buffer.get_dispatch_layout(topk_idx, num_experts=E))
         """
         event = None
         if previous_event is not None or allocate_on_comm_stream:
@@ -119,46 +123,45 @@ class NormalCalls:
         """Send each token to the ranks of its experts. Collective.
 
         Args:
-            x: [T, H] of any dtype, contiguous, rows a multiple of 16 bytes; or (x, scales) with
+            x: [T, H] of any dtype, contiguous, rows of a multiple of 16 bytes; or (x, scales) with
                 scales [T, S] of 1, 2, 4 or 8 bytes each, any strides. T may differ between ranks
                 and be 0.
-            handle: of an earlier dispatch: repeat its routing with this x (cached dispatch). The
-                layout and top-k arguments are then left away.
+            handle: of an earlier dispatch: repeat its routing with this x (cached dispatch). Omit
+                the layout and top-k arguments then.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from get_dispatch_layout.
-                With topk_idx and num_experts they may be left away together. Tokens go where
-                is_token_in_rank says; num_tokens_per_expert makes the returned counts. With expand
-                inside a node both are made anew of topk_idx; between nodes counts that
-                are too small end with CapacityError.
-            num_tokens_per_rank, num_tokens_per_rdma_rank: only their form is checked: the mask says
-                it all.
+                Omit all of them if topk_idx and num_experts are given. Tokens go where
+                is_token_in_rank says. num_tokens_per_expert makes the returned counts. With expand
+                inside a node both are computed anew from topk_idx; between nodes counts that are
+                too small end with CapacityError.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: only their form is checked.
             topk_idx: int64 or int32 [T, K]; travels with the tokens. On all ranks, or on none.
-            topk_weights: float32 [T, K]; travels with topk_idx, likewise.
+            topk_weights: float32 [T, K]; travels with topk_idx. On all ranks, or on none.
             expert_alignment: the returned counts are rounded up to multiples of it.
             num_worst_tokens: if positive, N is this number and the host waits for nothing. Rows
-                past the received ones have index -1 and weight 0; their payload is not written. How
-                many came is in the handle, on the device: num_recv_tokens_tensor [1],
+                past the received ones have index -1 and weight 0, and their payload is not written.
+                The handle has the counts on the device: num_recv_tokens_tensor [1],
                 num_recv_tokens_per_rank [R], num_recv_tokens_per_expert [L].
-            zero_tail: write zeros there, and to the scales.
-            config: rings and SMs; default: the recommended ones, shrunk to num_nvl_bytes.
-            previous_event: run behind this event alone, not behind the current stream.
+            zero_tail: write zeros to those rows, and to their scales.
+            config: rings and SMs. Default: the recommended ones, shrunk to num_nvl_bytes.
+            previous_event: start after this event, not after the current stream.
             async_finish: run on the Buffer's own stream and return an event to wait for.
-            allocate_on_comm_stream: outputs are that stream's; needs the two before.
-            num_experts: E, with topk_idx instead of the three of the layout.
-            expand: rows grouped by local expert instead, one for each selection, for grouped GEMMs:
+            allocate_on_comm_stream: outputs belong to that stream. Needs the two before.
+            num_experts: E; with topk_idx instead of the three of the layout.
+            expand: return rows grouped by local expert, one per selection, for grouped GEMMs:
                 recv_x [M, H] (scales [M, S]), recv_topk_idx [M] the local expert of a row,
-                recv_topk_weights [M] its weight, -1 and 0 where a row belongs to no token.
-                ``handle.expansion`` says which rows are whose; groups start at multiples of
+                recv_topk_weights [M] its weight; -1 and 0 where a row belongs to no token.
+                ``handle.expansion`` says which rows are whose. Groups start at multiples of
                 expert_alignment, which must be equal on all ranks. Needs topk_idx. M is the sum of
                 the returned counts, or num_worst_tokens, which must leave room for the padding too.
-                A handle remembers it: cached dispatches and combines with it are expanded.
-            zero_padding: with expand, rows of no token are zeros; otherwise they are not written.
-            use_fp8: x is bfloat16 [T, H], H a multiple of 128, and travels as e4m3 with a float32
-                scale for 128 columns, largest magnitude / 448, at least 1e-4 / 448: recv_x is a
-                pair as if the caller had quantised x. Rows are cast once, by their sender.
+                The handle remembers it: cached dispatches and combines with it are expanded.
+            zero_padding: with expand, rows of no token are zeros. Otherwise they are not written.
+            use_fp8: x is bfloat16 [T, H], H a multiple of 128. It travels as e4m3 with one float32
+                scale per 128 columns: largest magnitude / 448, at least 1e-4 / 448. recv_x is a
+                pair, as if the caller had quantised x. The sender casts each row once.
             round_scale: with use_fp8, scales are rounded up to powers of two.
             use_ue8m0: with round_scale, scales are exponent bytes, four in an int32 [N, ceil(S/4)].
-            column_major_scales: scales of 4 bytes, quantised here or given, come back stored column
-                by column, each column at a multiple of 16 bytes (one more pass over the scales).
+            column_major_scales: scales of 4 bytes, quantised here or given, return stored column by
+                column, each column at a multiple of 16 bytes (one more pass over the scales).
 
         Returns:
             recv_x: [N, H], sorted by (source rank, source token); with scales (recv_x, [N, S]).
@@ -175,7 +178,12 @@ class NormalCalls:
             CapacityError: more rows than num_worst_tokens arrived on this rank.
             PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
             MaskedOut: the other ranks go on without this one (``reset(without=...)``).
-            CallInterrupted: an earlier call was; reset() makes the Buffer usable again.
+            CallInterrupted: an earlier call was interrupted; reset() makes the Buffer usable again.
+
+        Examples:
+            >>> recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+            ...     x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
+            >>> again, *_ = buffer.dispatch(2 * x, handle=handle)  # the same routing, no host wait
         """
         event = None
         if getattr(x, "requires_grad", False):
@@ -207,25 +215,25 @@ class NormalCalls:
     ) -> tuple[Tensor, Tensor | Any, EventOverlap]:
         """Send rows back to their source and sum those of each token. Collective.
 
-        The sum runs in float32 from the biases over the ranks that got the token, ascending, and is
-        rounded once (between nodes also once per node, see InternodeCalls): it does not depend on
-        ``config``. A token that went nowhere gives its bias, or zeros. Any number of combines may
-        use one handle.
+        The sum runs in float32, from the biases over the ranks that got the token, ascending, and
+        is rounded once (between nodes also once per node, see InternodeCalls). It does not depend
+        on ``config``. A token that went nowhere gives its bias, or zeros. Any number of combines
+        may use one handle.
 
         Args:
-            x: bfloat16, float16 or float32 [N, H], contiguous, rows a multiple of 16 bytes.
+            x: bfloat16, float16 or float32 [N, H], contiguous, rows of a multiple of 16 bytes.
             handle: of the dispatch that returned N rows.
-            topk_weights: float32 [N, K], summed alike.
+            topk_weights: float32 [N, K]; summed in the same way.
             bias: [T, H] of the dtype of x, or a pair of such.
-            apply_weights: with the handle of an expanded dispatch, whose x is [M, H] and
-                topk_weights [M]: multiply rows with their weights, instead of sending these back.
-                Either way each rank first adds a token's rows there, in float32, selections
+            apply_weights: for the handle of an expanded dispatch, whose x is [M, H] and
+                topk_weights [M]: multiply rows by their weights, instead of sending the weights
+                back. Either way each rank first adds a token's rows there: in float32, selections
                 ascending, products rounded before they are added, the sum rounded to the dtype of x
-                once; that row travels, and the sum over ranks is as above.
+                once. That row travels, and the sum over ranks is as above.
             topk_idx: int32 or int64 [T, K], of the dispatch: ranks are added in the order of the
                 token's last selections there instead of ascending (between nodes: the nodes).
-            config: of as many SMs as the dispatch had. Default: as many, and for few rows more
-                where nobody has named a number (docs/guide/sms.md).
+            config: with as many SMs as the dispatch had. Default: as many; for few rows more, if
+                nobody has named a number (docs/guide/sms.md).
             previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
 
         Returns:
@@ -236,6 +244,11 @@ class NormalCalls:
         Raises:
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
             ConfigMismatch, PeerTimeout, MaskedOut: as dispatch.
+
+        Examples:
+            >>> recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(
+            ...     x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
+            >>> combined_x, combined_weights, event = buffer.combine(recv_x, handle, recv_weights)
         """
         event = None
         if getattr(x, "requires_grad", False):
@@ -251,11 +264,14 @@ class NormalCalls:
     def barrier(self) -> None:
         """Let the ranks' streams wait for each other. Collective.
 
-        What the current stream of any rank, and calls of this Buffer, were given before it ends
-        before what the current stream of any rank is given after it begins. The host does not wait;
-        a CUDA graph may hold it.
+        Work that any rank gave its current stream, or this Buffer, before the call ends before work
+        that any rank gives its current stream after the call begins. The host does not wait. A CUDA
+        graph may hold it.
 
         Raises:
             ConfigMismatch, PeerTimeout, MaskedOut: as dispatch.
+
+        Examples:
+            >>> buffer.barrier()
         """
         self._context.barrier()

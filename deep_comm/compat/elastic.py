@@ -283,7 +283,8 @@ class ElasticBuffer(ElasticCalls, Refused):
         index -1, and their payload is not written.
 
         Raises:
-            ArgumentError, HandleMismatch, and the others of deep_comm.Buffer.dispatch.
+            ArgumentError, HandleMismatch: nothing was launched. Others as of
+                deep_comm.Buffer.dispatch.
         """
         timing = _timing(
             previous_event, previous_event_before_epilogue, allocate_on_comm_stream,

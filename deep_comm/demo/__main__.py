@@ -27,7 +27,9 @@ NUM_RDMA_BYTES = 16 << 20  # not allocated inside one node
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deep_comm.demo")
     parser.add_argument("file", type=Path, help="the text to send")
-    parser.add_argument("--tokens", type=int, default=1024, help="bytes of the text to use at most")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="use at most so many bytes of the text"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda with two or more devices"
     )

@@ -1,8 +1,8 @@
 """Decoding with a CUDA graph: one capture, then replays with other tokens and other routings.
 
-A decode step has fixed shapes and no host in it, so that a whole step of the layer is one graph.
-Tokens that a rank does not have in a step are routed nowhere (index -1). Without GPUs the same
-steps run eagerly; every step is compared with the reference, bit for bit.
+A decode step has fixed shapes and no host wait, so a whole step of the layer is one graph. Places
+without a token are routed nowhere (index -1). Without GPUs the same steps run eagerly. Every step
+is compared with the reference, bit by bit.
 """
 
 from __future__ import annotations
@@ -97,10 +97,12 @@ def rank_main(group: Any, num_places: int, hidden: int, num_steps: int) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--places", type=int, default=64 if on_gpu else 6, help="tokens of a rank")
+    parser.add_argument(
+        "--places", type=int, default=64 if on_gpu else 6, help="tokens per rank at most"
+    )
     parser.add_argument("--hidden", type=int, default=7168 if on_gpu else 64)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2, help="without torchrun")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start, without torchrun")
     parsed = parser.parse_args(arguments)
     return on_ranks(rank_main, parsed.ranks, parsed.places, parsed.hidden, parsed.steps)
 

@@ -1,7 +1,7 @@
 """Dispatch and combine by hand: six tokens, four experts, and what arrives where.
 
-A Buffer moves rows; everything else is plain torch. Every token says where it comes from, experts
-multiply by 10, 20, 30 and 40, and the sums that come home are computed a second time without any
+A Buffer moves rows; everything else is plain torch. Every token says where it comes from. The
+experts multiply by 10, 20, 30 and 40. The sums that return are computed a second time without any
 communication.
 """
 
@@ -77,7 +77,7 @@ def rank_main(group: Any) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="without torchrun")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start, without torchrun")
     return on_ranks(rank_main, parser.parse_args(arguments).ranks)
 
 

@@ -1,9 +1,9 @@
 """A small Mixture-of-Experts transformer that learns a text, byte by byte, over several ranks.
 
-Every rank has its own sentences (data parallel: attention, gate and embedding are copies, their
+Every rank has its own sentences (data parallel: attention, gate and embedding are copies, and their
 gradients are added) and its own experts (expert parallel: ExpertParallel moves tokens to them and
-gradients back). ``--compare`` trains the same model in one process and wants the same losses, bit
-for bit: sums are taken in the same order there.
+gradients back). ``--compare`` also trains the same model in one process, where sums are taken in
+the same order, and expects the same losses, bit by bit.
 """
 
 from __future__ import annotations
@@ -221,8 +221,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="the text to learn")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ranks", type=int, default=4, help="without torchrun")
-    parser.add_argument("--compare", action="store_true", help="with a run in one process")
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start, without torchrun")
+    parser.add_argument(
+        "--compare", action="store_true", help="train in one process too and compare the losses"
+    )
     parsed = parser.parse_args(arguments)
     text = parsed.file.read_bytes()[: 1 << 20]
     if len(text) < 2 * LENGTH:

@@ -1,8 +1,8 @@
 """One flag: a payload and a word that says it is there, between two ranks, under many schedules.
 
-The kernel is csrc/device/examples/one_flag.cuh: its block comment is the protocol. It runs on the
-simulated machine, whose scheduler permutes threads and holds stores back by a seed. Then the
-release is taken away, and the same schedules show what it was for.
+The kernel is csrc/device/examples/one_flag.cuh; its block comment is the protocol. It runs under
+the simulation, which permutes threads and delays stores by a seed. Then the release is taken away,
+and the same schedules show what it was for.
 """
 
 from __future__ import annotations

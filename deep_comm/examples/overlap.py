@@ -1,19 +1,18 @@
 """Communication behind computation: two batches in turn, and shared experts between send and
 receive.
 
-The same model three times: one step after the other; shared experts while tokens travel; the
-batch halved, so that one half computes while the other one's tokens are on their way. Results are
-compared bit for bit. ``--trace FOLDER`` writes a Chrome trace of rank 0 for each way and a
-picture of what ran when on which stream (overlap.png with all ways, where matplotlib is; an SVG
-for each), and says how much of the communication had computation beside it. On the host target,
-which has no streams, one thread does either the one or the other: the picture is of its calls,
-nothing is hidden.
+Runs the same model three times: one step after the other; with shared experts while tokens travel;
+with the batch in two halves, one of which computes while the other one's tokens travel. Compares
+the results bit by bit.
 
-Kernels run beside each other where each finds SMs. Matrix products of a library take all there are,
-for as long as they run, so that a dispatch behind one of them waits for its end. ``--leave-sms``
-has the products that run beside communication leave some of them free; those of the experts, which
-do not, take all. What is left is lost to such a product, about an eighth of its speed: try it.
-Halves of a batch should be large enough that their products are no slower than the whole one's.
+``--trace FOLDER`` says how much of the communication had computation beside it. It writes a Chrome
+trace of rank 0 for each way, a picture by stream of all ways (overlap.png, with matplotlib) and an
+SVG for each. The host target has no streams: one thread does everything, and nothing is hidden.
+
+Kernels run beside each other where each finds SMs. A library's matrix product takes all SMs as long
+as it runs, so a dispatch after it waits for its end. With ``--leave-sms`` the products that run
+beside communication leave some SMs free, and are about an eighth slower; those of the experts take
+all. Halves of a batch must be large enough that their products are no slower than the whole one's.
 """
 
 from __future__ import annotations
@@ -333,14 +332,14 @@ def main(arguments: list[str] | None = None) -> int:
     def add(name: str, on_host: int, on_device: int, text: str) -> None:
         parser.add_argument(name, type=int, default=on_device if on_gpu else on_host, help=text)
 
-    add("--tokens", 48, 16384, "of a rank")
-    add("--hidden", 64, 7168, "")
-    add("--intermediate", 32, 2048, "of an expert")
-    add("--experts", 16, 16, "")
-    add("--topk", 4, 2, "")
-    add("--leave-sms", 0, 0, "free to communication by products beside it; 0: products take all")
+    add("--tokens", 48, 16384, "tokens per rank")
+    add("--hidden", 64, 7168, "columns of a row")
+    add("--intermediate", 32, 2048, "width of an expert")
+    add("--experts", 16, 16, "experts of all ranks together")
+    add("--topk", 4, 2, "experts per token")
+    add("--leave-sms", 0, 0, "SMs that products beside communication leave free")
     parser.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
-    parser.add_argument("--ranks", type=int, default=2, help="without torchrun")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start, without torchrun")
     parser.add_argument("--trace", metavar="FOLDER", help="write traces and pictures there")
     parsed = parser.parse_args(arguments)
     sizes = Sizes(parsed.hidden, parsed.intermediate, parsed.experts, parsed.topk)

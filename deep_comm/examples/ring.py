@@ -1,7 +1,7 @@
 """A ring: any number of rows through a few slots, with credit, under many schedules.
 
-The kernel is csrc/device/examples/ring.cuh: its block comment is the protocol. Each of its two
-promises is then broken once: a tail that is released, and a sender that waits for a free slot.
+The kernel is csrc/device/examples/ring.cuh; its block comment is the protocol. Then each of its two
+promises is broken once: the tail is released, and the sender waits for a free slot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BREAKS = {"weaken_release": "no release", "skip_credit": "no wait for a free slo
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=60, help="schedules to try, of each size")
+    parser.add_argument("--seeds", type=int, default=60, help="schedules to try for each size")
     seeds = range(parser.parse_args(arguments).seeds)
     is_right = True
     for num_slots in (1, 2, 5):

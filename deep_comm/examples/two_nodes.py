@@ -1,8 +1,8 @@
 """Two logical nodes: four ranks of one machine as two nodes of two, with a rail between them.
 
-``ranks_per_node=2`` is all it takes: a token then crosses once to the other node, however many
-ranks want it there, and is handed on inside; sums come back the same way. The bytes on the rail are
-counted, and ExpertParallel over the same nodes is compared with the reference, bit for bit.
+``ranks_per_node=2`` is all it takes. A token then crosses once to the other node, however many
+ranks need it there, and is forwarded inside; sums return the same way. The example counts the bytes
+on the rail, and compares ExpertParallel over the same nodes with the reference, bit by bit.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def rank_main(group: Any, num_tokens: int) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=12, help="of a rank")
+    parser.add_argument("--tokens", type=int, default=12, help="tokens per rank")
     return on_ranks(rank_main, 2 * RANKS_PER_NODE, parser.parse_args(arguments).tokens)
 
 

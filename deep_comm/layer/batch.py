@@ -96,10 +96,15 @@ class ExpertBatch:
         return ranges
 
     def map(self, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """``expert(global index, rows [n, H]) -> [n, H]`` on each group: the plain way to compute.
+        """Call ``expert(global index, rows [n, H]) -> [n, H]`` on each group: the simple way to
+        compute.
 
-        One call an expert, also for those without rows, so that all ranks do alike. Padding is
-        computed along.
+        One call per expert, also for experts without rows, so that all ranks do alike. Padding is
+        computed too.
+
+        Examples:
+            >>> batch = layer.dispatch(x, topk_idx, topk_weights)
+            >>> y = layer.combine(batch, batch.map(lambda expert, rows: rows * (expert + 1)))
         """
         outputs = [
             expert(self.first_expert + local, self.x[first : first + count])

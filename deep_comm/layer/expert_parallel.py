@@ -27,44 +27,45 @@ from deep_comm.layer.steps import Experts, Steps
 
 
 class ExpertParallel:
-    """Dispatch, experts, combine over one Buffer, for any number of tokens::
+    """Dispatch, experts, combine over one Buffer, for any number of tokens.
 
-        layer = deep_comm.ExpertParallel(
-            group, hidden=7168, num_experts=256, num_topk=8, max_tokens=4096)
-        y = layer(x, topk_idx, topk_weights, experts)
-
-    with ``experts(batch) -> rows``, see ExpertBatch; y[t] is the sum of topk_weights[t, k] times
-    the row of expert topk_idx[t, k] for token t. One object serves all layers of a model that
+    ``experts(batch) -> rows`` gets an ExpertBatch. y[t] is the sum over k of topk_weights[t, k]
+    times the row of expert topk_idx[t, k] for token t. One object serves all layers of a model that
     have this shape. Calls are collective: all ranks make the same calls in the same order, with
-    whatever number of tokens each of them has, none included.
+    whatever number of tokens each of them has, also none.
 
-    **Mode.** "prefill" takes any number of tokens and its host waits for counts; "decode" is for
-    few tokens on every rank, has no host wait and can be captured in CUDA graphs. "auto" takes
+    **Mode.** "prefill" takes any number of tokens, and its host waits for counts. "decode" is for
+    few tokens on every rank; its host does not wait, and CUDA graphs can hold it. "auto" takes
     decode for a step in which no rank has more than ``decode_tokens``, without asking the ranks
     first:
 
-    * a step begins as the last one ended: every exchange tells all ranks the most tokens that any
-      of them had in it;
-    * a prefill step takes any number of tokens;
-    * in a decode step a rank with too many tokens says so instead of sending them. All ranks learn
-      of it in that exchange and go on with a prefill step for it; the tokens of the other ranks
+    * A step begins as the last one ended. Every exchange tells all ranks the most tokens that any
+      of them had in it.
+    * A prefill step takes any number of tokens.
+    * In a decode step a rank with too many tokens says so instead of sending them. All ranks learn
+      of it in that exchange and go on with a prefill step for it. The tokens of the other ranks
       have been served by then. So ``experts`` may be called twice in one ``forward``.
 
-    Only decode steps are taken while a CUDA graph is captured and where max_tokens does not
-    exceed decode_tokens; only prefill steps where gradients are enabled
-    (``torch.is_grad_enabled``) or rows are not bfloat16. Results are the same bits in either mode
-    if ``experts`` computes a row the same way in either, because both add in the same order and
-    round at the same places: a rank's rows of a token in float32, k ascending, to the dtype; those
-    of the ranks in float32, ranks ascending, to the dtype.
+    While a CUDA graph is captured, and if max_tokens does not exceed decode_tokens, all steps are
+    decode steps. If gradients are enabled (``torch.is_grad_enabled``) or rows are not bfloat16, all
+    steps are prefill steps.
 
-    Between nodes the modes differ in a bit of rounding: prefill adds and rounds a node's rows of a
+    **Bits.** Results are the same bits in either mode if ``experts`` computes a row the same way in
+    both. Both modes add in the same order and round at the same places: a rank's rows of a token in
+    float32, k ascending, to the dtype; those of the ranks in float32, ranks ascending, to the
+    dtype. Between nodes the modes round differently: prefill adds and rounds a node's rows of a
     token before they cross (InternodeCalls), decode sends each rank's sum by itself.
 
     Attributes:
-        buffer: what it runs on.
+        buffer: the Buffer that it uses.
         shape: MoEShape.
         mode: of calls that do not name one.
-        memory: MemoryEstimate; ``print(layer.memory)``.
+        memory: MemoryEstimate, in bytes; ``print(layer.memory)``.
+
+    Examples:
+        >>> with deep_comm.ExpertParallel(
+        ...     group, hidden=H, num_experts=E, num_topk=K, max_tokens=64, device="cpu") as moe:
+        ...     y = moe(x, topk_idx, topk_weights, lambda batch: batch.x * 2)
     """
 
     def __init__(
@@ -87,23 +88,28 @@ class ExpertParallel:
         timeout_s: float | None = None,
         comm: Any = None,
     ) -> None:
-        """Collective over the group; all arguments but devices and timeouts alike on all ranks.
+        """Build the layer. Collective over the group.
+
+        All arguments except devices and timeouts must be equal on all ranks.
 
         Args:
             group: as of Buffer.
-            hidden, num_experts, num_topk: H, E, K.
+            hidden: H.
+            num_experts: E.
+            num_topk: K.
             max_tokens: the most tokens that a rank may have in a call.
-            decode_tokens: M, the most that "decode" takes; the crossover of "auto". Default:
-                DEEP_COMM_DECODE_TOKENS, else what was measured for such a layer on such a machine
-                (``python -m deep_comm.bench --mode layer --store``), else 128; at most max_tokens.
+            decode_tokens: M, the most that "decode" takes, and where "auto" ends decode. At most
+                max_tokens. Default: DEEP_COMM_DECODE_TOKENS, else what was measured for such a
+                layer on such a machine (``python -m deep_comm.bench --mode layer --store``), else
+                128.
             mode: "auto", "prefill" or "decode".
             dtype: of tokens and results. Low-latency mode needs bfloat16.
-            fp8: send tokens as float8_e4m3 with a scale for 128 columns. No gradients.
+            fp8: send tokens as float8_e4m3 with one scale per 128 columns. No gradients.
             expert_alignment: groups of prefill batches begin at multiples of it.
             max_recv_rows: rows of prefill batches with bounded counts, padding included: of calls
                 with ``bounded=True`` and of captured ones. Default: enough for every selection of
                 every rank to come here.
-            buffer: take this one instead of building one; it must be large enough, and is not
+            buffer: use this Buffer instead of building one. It must be large enough, and is not
                 destroyed with the layer.
             device, ranks_per_node, timeout_s, comm: of the Buffer to build.
 
@@ -166,16 +172,22 @@ class ExpertParallel:
         device_type: str = "cuda",
         ranks_per_node: int | None = None,
     ) -> MemoryEstimate:
-        """What a layer will take in every rank, in bytes, before it is built:
-        ``print(ExpertParallel.estimate_memory(...))``. Local; arguments as of the constructor.
+        """Return what a layer will take on every rank, in bytes, before it is built.
+
+        Local. Arguments as of the constructor.
 
         Args:
             num_ranks: R.
             device_type: "cuda", or "cpu" for the host target.
-            ranks_per_node: a divisor of R; default: all on one node, or as many as one can hold.
+            ranks_per_node: a divisor of R. Default: all on one node, or as many as one can hold.
 
         Raises:
             ArgumentError: a size is out of range.
+
+        Examples:
+            >>> estimate = deep_comm.ExpertParallel.estimate_memory(
+            ...     8, hidden=7168, num_experts=256, num_topk=8, max_tokens=4096)
+            >>> num_bytes = estimate.total
         """
         if decode_tokens is None:
             decode_tokens = min(DEFAULT_DECODE_TOKENS, max_tokens)
@@ -184,7 +196,7 @@ class ExpertParallel:
         return estimate_memory(shape, num_ranks, mode, device_type, num_nodes)
 
     def destroy(self) -> None:
-        """Free the Buffer, if the layer has built it. Idempotent; waits for no peer."""
+        """Free the Buffer, if the layer has built it. Idempotent. Waits for no peer."""
         if self._owns_buffer:
             self.buffer.destroy()
 
@@ -205,13 +217,16 @@ class ExpertParallel:
         return self
 
     def reset(self, *, without: Iterable[int] = ()) -> None:
-        """After a PeerTimeout: Buffer.reset, and "auto" begins anew. Collective.
+        """After a PeerTimeout: reset the Buffer, and begin "auto" anew. Collective.
 
         Args:
-            without: ranks to go on without, as of Buffer.reset; for layers in mode "prefill" alone.
+            without: ranks to go on without, as of Buffer.reset. Only for layers in mode "prefill".
 
         Raises:
             UnsupportedError: ``without`` and a layer that decodes. Others as of Buffer.reset.
+
+        Examples:
+            >>> layer.reset()
         """
         named = tuple(without)
         if named and self._steps.can_decode:
@@ -236,7 +251,7 @@ class ExpertParallel:
         mode: Mode | None = None,
         bounded: bool = False,
     ) -> Tensor:
-        """forward."""
+        """Do what forward does."""
         return self.forward(
             x, topk_idx, topk_weights, experts, shared=shared, mode=mode, bounded=bounded
         )
@@ -256,9 +271,9 @@ class ExpertParallel:
 
         Args:
             x: [T, H] of the layer's dtype.
-            topk_idx: int64 or int32 [T, K], global expert indices, -1: no selection.
+            topk_idx: int64 or int32 [T, K], global expert indices; -1: no selection.
             topk_weights: float32 [T, K].
-            experts: gets an ExpertBatch, returns rows of the layout of its x, of the layer's dtype.
+            experts: gets an ExpertBatch, returns rows of the shape of its x, of the layer's dtype.
             shared: computed on x while tokens travel, and added to the result.
             mode: for this call; then equal on all ranks.
             bounded: prefill without a host wait, in batches of max_recv_rows rows.
@@ -270,6 +285,11 @@ class ExpertParallel:
             ArgumentError, BufferTooSmall: nothing was launched.
             ConfigMismatch, ExpertIndexError, CapacityError, PeerTimeout, MaskedOut: as of Buffer's
                 dispatch.
+
+        Examples:
+            >>> def experts(batch):
+            ...     return batch.map(lambda expert, rows: rows * (expert + 1))
+            >>> y = layer(x, topk_idx, topk_weights, experts, shared=lambda rows: rows / 2)
         """
         if is_compiling():
             y = ops.traced_forward(self, x, topk_idx, topk_weights, experts, mode, bounded)
@@ -295,11 +315,15 @@ class ExpertParallel:
         mode: Mode | None = None,
         bounded: bool = False,
     ) -> ExpertBatch:
-        """Rows for this rank's experts. Collective; arguments and errors as of forward.
+        """Return the rows for this rank's experts. Collective; arguments and errors as of forward.
 
         With "auto" the host waits until the exchange has told how many tokens there are; forward
         need not. In a step in which ranks disagree about the mode, all use dispatch, or all
         forward.
+
+        Examples:
+            >>> batch = layer.dispatch(x, topk_idx, topk_weights)
+            >>> y = layer.combine(batch, batch.x * 2)
         """
         steps = self._steps
         way = steps.way(self.mode if mode is None else mode, bounded)
@@ -314,17 +338,26 @@ class ExpertParallel:
         mode: Mode | None = None,
         bounded: bool = False,
     ) -> Pending[ExpertBatch]:
-        """dispatch in two halves: this one sends, ``result()`` receives. See Pending."""
+        """Send now, and receive in ``result()``. Collective; see Pending.
+
+        Arguments and errors as of forward; errors of the exchange are raised by ``result()``.
+
+        Examples:
+            >>> with layer.dispatch_async(x, topk_idx, topk_weights) as sent:
+            ...     shared = x / 2  # while rows travel
+            >>> batch = sent.result()
+            >>> y = layer.combine(batch, batch.x * 2) + shared
+        """
         steps = self._steps
         way = steps.way(self.mode if mode is None else mode, bounded)
         return steps.dispatch_async(way, x, topk_idx, topk_weights, bounded)
 
     def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
-        """Weighted sums of the experts' rows, at the tokens' ranks. Collective.
+        """Return the weighted sums of the experts' rows, at the tokens' ranks. Collective.
 
         Args:
             batch: of dispatch.
-            rows: what the experts made of batch.x; its shape, the layer's dtype.
+            rows: what the experts made of batch.x: its shape, the layer's dtype.
 
         Returns:
             [T, H] of the layer's dtype.
@@ -332,9 +365,20 @@ class ExpertParallel:
         Raises:
             ArgumentError, HandleMismatch: nothing was launched.
             ConfigMismatch, PeerTimeout: as of Buffer's combine.
+
+        Examples:
+            >>> batch = layer.dispatch(x, topk_idx, topk_weights)
+            >>> y = layer.combine(batch, batch.x * 2)
         """
         return self._steps.combine(batch, rows)
 
     def combine_async(self, batch: ExpertBatch, rows: Tensor) -> Pending[Tensor]:
-        """combine in two halves. See Pending."""
+        """Send now, and receive in ``result()``. Collective; see Pending. As combine otherwise.
+
+        Examples:
+            >>> batch = layer.dispatch(x, topk_idx, topk_weights)
+            >>> with layer.combine_async(batch, batch.x * 2) as returning:
+            ...     shared = x / 2  # while sums travel
+            >>> y = returning.result() + shared
+        """
         return self._steps.combine_async(batch, rows)

@@ -45,9 +45,11 @@ class SimulatedGroup:
         self._num_ranks = num_ranks
 
     def rank(self) -> int:
+        """This rank's number."""
         return self._rank
 
     def size(self) -> int:
+        """Ranks of the simulation."""
         return self._num_ranks
 
     def all_gather_object(self, payload: Any) -> list[Any]:
@@ -56,6 +58,7 @@ class SimulatedGroup:
         return [pickle.loads(item) for item in gathered]
 
     def barrier(self) -> None:
+        """Wait for all ranks. Raises SimulationStuck as all_gather_object does."""
         self.all_gather_object(None)
 
     def kill(self) -> None:

@@ -21,9 +21,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m deep_comm.trace",
         description="Merge what Buffers with DEEP_COMM_TRACE left in DEEP_COMM_TRACE_DIR.",
     )
-    parser.add_argument("files", nargs="+", type=Path, help="of every rank; or their folder")
-    parser.add_argument("-o", "--output", type=Path, help="a Chrome trace, for ui.perfetto.dev")
-    parser.add_argument("--last", type=int, help="summarise only so many last calls of a kernel")
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="the files of all ranks, or their folder"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, help="write a Chrome trace there, for ui.perfetto.dev"
+    )
+    parser.add_argument(
+        "--last", type=int, help="summarise only the last so many calls of each kernel"
+    )
     return parser.parse_args(arguments)
 
 

@@ -14,7 +14,13 @@ from pathlib import Path
 import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+_DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    *sorted((_DOCS / "guide").glob("*.md")),
+    *sorted((_DOCS / "recipes").glob("*.md")),
+    _DOCS / "design" / "testing.md",
+]
 
 BLOCKS = [
     (page.name, block)
@@ -47,7 +53,7 @@ def _bench_calls(text: str) -> list[tuple[str, str]]:
 BENCHES = sorted(
     {
         (module, tuple(shlex.split(arguments, comments=True)))
-        for page in [*PAGES, *sorted((ROOT / "docs").glob("performance*.md"))]
+        for page in [*PAGES, *sorted(_DOCS.glob("performance*.md"))]
         for module, arguments in _bench_calls(page.read_text())
     }
 )

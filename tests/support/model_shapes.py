@@ -10,7 +10,7 @@ import tool_modules
 from cases import Case
 from low_latency import LowLatencyCase
 
-MODELS: dict[str, Any] = {model.name: model for model in tool_modules.load("build_docs.py").MODELS}
+MODELS: dict[str, Any] = {model.name: model for model in tool_modules.load("lib/pages.py").MODELS}
 
 
 def normal_case(name: str, tokens: tuple[int, ...]) -> Case:

@@ -11,7 +11,7 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 def load(name: str) -> ModuleType:
-    """tools/``name``, e.g. "build_docs.py"; anew at each call."""
+    """tools/``name``, e.g. "lib/pages.py"; anew at each call."""
     path = TOOLS / name
     spec = importlib.util.spec_from_file_location(f"tools_{path.stem}", path)
     assert spec is not None and spec.loader is not None
