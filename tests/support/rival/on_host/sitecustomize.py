@@ -49,7 +49,7 @@ def _once_per_kernel(
     return (duration,) * len(kernel_names) if isinstance(kernel_names, tuple) else duration
 
 
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 128 << 20
 
 
 def _build_small(kind: Any) -> None:
