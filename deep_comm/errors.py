@@ -316,9 +316,7 @@ def _different_calls(
     return ConfigMismatch("the operation", calls, needs_reset)
 
 
-def from_record(
-    record: ErrorRecord, begun_by_peer: tuple[int, str] = (-1, "")
-) -> DeepCommError:
+def from_record(record: ErrorRecord, begun_by_peer: tuple[int, str] = (-1, "")) -> DeepCommError:
     """The exception that says what the first failing thread of a Buffer recorded.
 
     begun_by_peer: of a timeout, a rank that runs another kernel instead, and which.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import deep_comm
-
 from deep_comm.errors import UnsupportedArgument
 
 

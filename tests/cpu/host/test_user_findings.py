@@ -1,4 +1,4 @@
-"""What first users did wrong, and the words that they get: what to change, by the names they know."""
+"""What first users did wrong, and the words that they get: what to change, by names they know."""
 
 from __future__ import annotations
 

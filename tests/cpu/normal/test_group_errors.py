@@ -70,9 +70,7 @@ def test_ranks_of_several_nodes_that_call_different_operations_are_told_which(
     ranks_per_node: int, deviant: int
 ) -> None:
     def main(group: local.ThreadGroup) -> None:
-        disagreeing.call_different_operations(
-            group, deviant=deviant, ranks_per_node=ranks_per_node
-        )
+        disagreeing.call_different_operations(group, deviant=deviant, ranks_per_node=ranks_per_node)
 
     local.run(main, 4, timeout_s=120)
 

@@ -96,7 +96,7 @@ def _processes(
 def run(
     part: Part, folder: Path, site: Path, device: str, num_ranks: int, limit_s: float, log: Path
 ) -> Verdict:
-    """A test without end is ended when it has come far enough. ``limit_s``: the most it may take."""
+    """A test without end is ended when it has come far enough. ``limit_s``: its most seconds."""
     line, wanted = part.endless or ("", 0)
     started = time.monotonic()
     with _processes(part, folder, site, device, num_ranks, log) as running:

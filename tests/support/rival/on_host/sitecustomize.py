@@ -56,8 +56,12 @@ def _build_small(kind: Any) -> None:
     build = kind.__init__
 
     def build_small(
-        self: Any, group: Any = None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0,
-        *args: Any, **options: Any,
+        self: Any,
+        group: Any = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        *args: Any,
+        **options: Any,
     ) -> None:
         sizes = (min(size, _MOST_BYTES) for size in (num_nvl_bytes, num_rdma_bytes))
         build(self, group, *sizes, *args, **options)
