@@ -173,8 +173,9 @@ def _on_its_device(group, fn, *args: object) -> object:
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
 def test_ranks_that_call_different_operations_are_told_which(ranks_per_node: int | None) -> None:
+    timeout_s = 1.0  # each of nine pairs lasts that long
     for outcome in outcomes(
-        _on_its_device, 2, call_different_operations, 1, ranks_per_node, TIMEOUT_S
+        _on_its_device, 2, call_different_operations, 1, ranks_per_node, timeout_s
     ):
         assert outcome.error is None, outcome.traceback
 
