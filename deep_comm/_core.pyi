@@ -152,9 +152,9 @@ class Engine:
         """
     def note_interrupt(self) -> None:
         """A call ends in the middle, in Python: its kernel gives up, and the record says so."""
-    def begun_by_peer(self) -> str:
-        """Of a recorded timeout inside a node: the kernel of the operation that the peer has begun
-        and this rank has not, while it has not begun this rank's; else ""."""
+    def begun_by_peer(self) -> tuple[int, str]:
+        """Of a recorded timeout: a rank that has begun an operation which this rank has not, while
+        it has not begun this rank's, and that operation's kernel; else ""."""
     def poll_error(self) -> ErrorRecord | None:
         """The error record, if a thread has written one. Does not wait and does not clear."""
     def clear_error(self) -> None:

@@ -308,23 +308,25 @@ def _ranks_of(bits: int) -> list[int]:
     return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
 
 
-def _different_calls(record: ErrorRecord, peer_kernel: str, needs_reset: bool) -> ConfigMismatch:
-    kernels = {record.rank: record.kernel, record.peer: peer_kernel}
+def _different_calls(
+    record: ErrorRecord, peer: int, peer_kernel: str, needs_reset: bool
+) -> ConfigMismatch:
+    kernels = {record.rank: record.kernel, peer: peer_kernel}
     calls = {rank: _CALLS.get(kernel, kernel) for rank, kernel in kernels.items()}
     return ConfigMismatch("the operation", calls, needs_reset)
 
 
-def from_record(record: ErrorRecord, begun_by_peer: str = "") -> DeepCommError:
+def from_record(record: ErrorRecord, begun_by_peer: tuple[int, str] = (-1, "")) -> DeepCommError:
     """The exception that says what the first failing thread of a Buffer recorded.
 
-    begun_by_peer: of a timeout, the kernel that the peer runs instead.
+    begun_by_peer: of a timeout, a rank that runs another kernel instead, and which.
     """
     if record.kind == "masked_out":
         return MaskedOut(record.rank, record.kernel)
     if record.kind == "interrupted":
         return CallInterrupted(record.rank)
-    if begun_by_peer:
-        return _different_calls(record, begun_by_peer, needs_reset=True)
+    if begun_by_peer[1]:
+        return _different_calls(record, *begun_by_peer, needs_reset=True)
     if record.kind == "peer_timeout":
         return PeerTimeout(
             rank=record.rank,
@@ -348,7 +350,9 @@ def from_record(record: ErrorRecord, begun_by_peer: str = "") -> DeepCommError:
             values = {rank: "given" if value else "none" for rank, value in values.items()}
         if field == "operation":
             if record.peer_kernel not in ("", record.kernel):
-                return _different_calls(record, record.peer_kernel, needs_reset(record))
+                return _different_calls(
+                    record, record.peer, record.peer_kernel, needs_reset(record)
+                )
             digested = "its shapes, dtypes and Config"
             if record.kernel.startswith("low_latency"):
                 digested = (

@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/internode/args.cuh"
@@ -121,9 +122,10 @@ class Engine final : public EngineCalls {
   void quiet_rail();
 
   std::optional<ErrorRecord> poll_error() const override;
-  // Of a recorded timeout inside a node: the kernel of the operation that the peer has begun and this
-  // rank has not, while it has not begun this rank's; else "". Their calls differ then.
-  std::string begun_by_peer();
+  // Of a recorded timeout: a rank that has begun an operation which this rank has not, while it has
+  // not begun this rank's, and that operation's kernel; else "". Their calls differ then. It is the
+  // rank waited for; of a low-latency operation, which waits for all, any rank.
+  std::pair<int, std::string> begun_by_peer();
   void note_interrupt() override;
   // The word that says there is a record.
   const uint32_t* error_flag() const {
@@ -201,6 +203,17 @@ class Engine final : public EngineCalls {
   size_t low_latency_smem_bytes(const LowLatencyShape& shape) const;
   int group_rank() const { return is_internode() ? tiers_.rank : world_.rank; }
   int num_group_ranks() const { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
+  // Of the failed call: kCount if `peer` has begun it, or nothing else that is to be seen here.
+  Kernel begun_instead(int peer);
+  // The word by which a rank of the group tells this node, or this rank, that it has entered a
+  // kernel of normal mode. It tells its rail first.
+  const uint64_t* arrival_of(int peer) const;
+  Tagged announcement_of(int peer, LowLatencyKind kind, int buffer_idx);
+  LowLatencyRailBuffer rail_words(LowLatencyKind kind, int buffer_idx) const {
+    static constexpr LowLatencyShape kNoShape{};
+    const RailReach& reach = low_latency_reach_;
+    return {world_, reach.group, reach.words, reach.region, kNoShape, kind, buffer_idx};
+  }
   size_t low_latency_bytes_for(const LowLatencyShape& shape, bool one_rounding) const;
   void zero_low_latency();
   // Defined in low_latency_rail_impl.hpp.

@@ -189,41 +189,79 @@ std::optional<ErrorRecord> Engine<Target>::poll_error() const {
 }
 
 template <class Target>
-std::string Engine<Target>::begun_by_peer() {
-  check_open();
+const uint64_t* Engine<Target>::arrival_of(int peer) const {
+  if (!is_internode()) return world_.arrived(world_.rank, peer);
+  const int local = peer % world_.num_ranks, node = peer / world_.num_ranks;
+  if (node == tiers_.rail.node) return world_.arrived(world_.rank, local);
+  return reinterpret_cast<const uint64_t*>(world_.bases[local] +
+                                           tiers_.rail.layout.arrived_of(node));
+}
+
+template <class Target>
+Tagged Engine<Target>::announcement_of(int peer, LowLatencyKind kind, int buffer_idx) {
+  if (!is_internode()) {
+    return Tagged::unpack(
+        target_.load_beside_kernels(world_.announced(world_.rank, kind, buffer_idx, peer)));
+  }
+  const LowLatencyRailBuffer buffer = rail_words(kind, buffer_idx);
+  return Tagged::unpack(
+      target_.load_beside_kernels(buffer.template own<uint64_t>(buffer.announced(peer))));
+}
+
+template <class Target>
+Kernel Engine<Target>::begun_instead(int peer) {
   const ErrorBlock& block = *world_.error;
   const auto kernel = static_cast<Kernel>(block.kernel);
-  const int peer = block.peer;
-  if (detail::load_acquire(&block.is_written) == 0 || is_internode() || peer < 0 ||
-      peer >= world_.num_ranks || block.kind != static_cast<uint32_t>(ErrorKind::kPeerTimeout)) {
-    return {};
-  }
-  constexpr Kernel kLowLatency[] = {Kernel::kLowLatencyDispatch, Kernel::kLowLatencyCombine};
-  const bool is_low_latency = kernel == kLowLatency[0] || kernel == kLowLatency[1];
-  const auto load = [&](const auto* word) { return target_.load_beside_kernels(word); };
+  const auto word = static_cast<Word>(block.word);
+  bool is_low_latency = false;
   Kernel other = Kernel::kCount;
-  for (int kind = 0; kind < 2; ++kind) {
-    const uint32_t begun = load(&world_.low_latency_state()->records[kind][0].sequence);
+  for (int kind = 0; kind < 2 && low_latency_bytes_ > 0; ++kind) {
+    const auto of_kind = static_cast<LowLatencyKind>(kind);
+    const Kernel its_kernel = kind == 0 ? Kernel::kLowLatencyDispatch : Kernel::kLowLatencyCombine;
+    const uint32_t begun = target_.load_beside_kernels(
+        is_internode() ? &rail_words(of_kind, 0).rail_state()->sequence[kind]
+                       : &world_.low_latency_state()->records[kind][0].sequence);
+    is_low_latency = is_low_latency || kernel == its_kernel;
     for (int buffer_idx = 0; buffer_idx < 2; ++buffer_idx) {
-      const Tagged seen = Tagged::unpack(
-          load(world_.announced(world_.rank, static_cast<LowLatencyKind>(kind), buffer_idx, peer)));
-      if (kernel == kLowLatency[kind]) {
-        if (seen.has_reached(begun)) return {};  // it has begun this rank's operation
+      const Tagged seen = announcement_of(peer, of_kind, buffer_idx);
+      if (kernel == its_kernel) {
+        if (seen.has_reached(begun)) return Kernel::kCount;  // it has begun this rank's operation
       } else if (seen.generation != begun && seen.has_reached(begun)) {
-        other = kLowLatency[kind];
+        other = its_kernel;
       }
     }
   }
-  const Tagged seen = Tagged::unpack(load(world_.arrived(world_.rank, peer)));
+  const Tagged seen = Tagged::unpack(target_.load_beside_kernels(arrival_of(peer)));
   if (is_low_latency) {
-    const uint32_t ended = load(&world_.state()->generation);
+    const uint32_t ended = target_.load_beside_kernels(&world_.state()->generation);
     if (seen.generation != ended && seen.has_reached(ended))
       other = Operation::kernel_of(seen.value);
-  } else if (block.word != static_cast<uint32_t>(Word::kArrived) ||
-             seen.has_reached(Tagged::unpack(block.expected).generation)) {
-    return {};  // likewise
+  } else if (word != Word::kRailArrived && word != Word::kBlamed &&
+             (word != Word::kArrived ||
+              seen.has_reached(Tagged::unpack(block.expected).generation))) {
+    return Kernel::kCount;  // likewise
   }
-  return other == Kernel::kCount ? "" : kKernelNames[static_cast<int>(other)];
+  return other;
+}
+
+template <class Target>
+std::pair<int, std::string> Engine<Target>::begun_by_peer() {
+  check_open();
+  const ErrorBlock& block = *world_.error;
+  const int num_ranks = num_group_ranks();
+  if (detail::load_acquire(&block.is_written) == 0 || block.peer < 0 || block.peer >= num_ranks ||
+      block.kind != static_cast<uint32_t>(ErrorKind::kPeerTimeout)) {
+    return {};
+  }
+  const auto kernel = static_cast<Kernel>(block.kernel);
+  const bool sees_all =
+      kernel == Kernel::kLowLatencyDispatch || kernel == Kernel::kLowLatencyCombine;
+  for (int idx = 0; idx < (sees_all ? num_ranks : 1); ++idx) {
+    const int peer = (block.peer + idx) % num_ranks;
+    const Kernel other = peer == block.rank ? Kernel::kCount : begun_instead(peer);
+    if (other != Kernel::kCount) return {peer, kKernelNames[static_cast<int>(other)]};
+  }
+  return {};
 }
 
 template <class Target>

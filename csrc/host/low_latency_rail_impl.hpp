@@ -41,10 +41,8 @@ void Engine<Target>::enable_low_latency_rail(size_t num_bytes) {
 
 template <class Target>
 void Engine<Target>::set_low_latency_rail_sequence(uint32_t sequence) {
-  const LowLatencyShape none{};
-  const RailReach& reach = low_latency_reach_;
   for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine}) {
-    const LowLatencyRailBuffer words{world_, reach.group, reach.words, reach.region, none, kind, 0};
+    const LowLatencyRailBuffer words = rail_words(kind, 0);
     const int number_of_kind = static_cast<int>(kind);
     target_.store(&words.rail_state()->sequence[number_of_kind], sequence);
     for (const uint32_t number : {sequence - 1, sequence}) {
@@ -52,7 +50,7 @@ void Engine<Target>::set_low_latency_rail_sequence(uint32_t sequence) {
       target_.store(&words.rail_state()->sent[number_of_kind][half], number);
       target_.store(&words.rail_state()->received[number_of_kind][half], number);
       target_.store(&words.rail_state()->credited[number_of_kind][half], number);
-      for (int peer = 0; peer < reach.group.num_ranks; ++peer) {
+      for (int peer = 0; peer < num_group_ranks(); ++peer) {
         target_.store(words.own<uint64_t>(words.consumed(half, peer)), Tagged::pack(number, 0));
       }
     }

@@ -27,6 +27,7 @@ from deep_comm.compat.elastic_sizes import (
 )
 from deep_comm.compat.ep_handle import EPHandle
 from deep_comm.compat.runtime import Runtime
+from deep_comm.context.stats import BufferStats
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
 from deep_comm.ranks.topology import num_local_experts
@@ -141,6 +142,10 @@ class ElasticBuffer(ElasticCalls, Refused):
         """Free this rank's resources. Idempotent; waits for no peer."""
         self._buffer.destroy()
 
+    def stats(self) -> BufferStats:
+        """How many calls had room in the receive region, and how many went through rings."""
+        return self._buffer.stats()
+
     def reset(self) -> None:
         """Collective: make the buffer usable again after a PeerTimeout."""
         self._buffer.reset()
@@ -174,10 +179,12 @@ class ElasticBuffer(ElasticCalls, Refused):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes that take the rows of any routing in place: R * M rows, and rings beside them.
+        """Bytes that take the rows of any routing in place, and those of the combine after it: R *
+        M rows or, of expanded rows, 1.25 * K * M; the rows that return; and rings beside them.
 
-        With fewer, rows without room come through the rings; between nodes all rows of a call do,
-        unless every rank has room for what comes to it and crosses.
+        With fewer, rows without room come through the rings, with a PerformanceWarning (see
+        stats); between nodes all rows of a call do, unless every rank has room for what comes to
+        it and crosses.
         """
         return size_hint(group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
 

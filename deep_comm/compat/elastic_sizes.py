@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from deep_comm.errors import ArgumentError
@@ -13,10 +14,11 @@ from deep_comm.ranks.topology import (
     host_identity,
     requested_ranks_per_node,
 )
+from deep_comm.settings.buffer import RING_BYTES
 from deep_comm.tuning import DEFAULT_NUM_SMS, RECOMMENDED
 
 _SIZE_ALIGNMENT = 2 << 20
-_RING_BYTES = 64 << 20  # what deep_comm.Buffer keeps for rings beside its receive region
+_EXPANDED_IMBALANCE = 1.25
 _RAIL_ALIGNMENT = 128
 _ROW_BYTES = 16
 
@@ -64,8 +66,10 @@ def ring_bytes(topology: Topology, row_bytes: int) -> tuple[int, int]:
 def size_hint(
     num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int, use_fp8_dispatch: bool
 ) -> int:
-    """R * M rows and rings beside them; between nodes as much for places in both tiers, or what
-    their rings want, whichever is more.
+    """Rings, and a receive region for the rows of a dispatch and, while they live, of its combine:
+    R * M rows, or as many as expanded rows of uniform routing and a quarter more; and those that
+    return for M tokens. Between nodes as much for places in both tiers, or what their rings want,
+    whichever is more.
 
     Asks nobody: hosts are taken to hold DEEP_COMM_RANKS_PER_NODE ranks, else as many as can be.
     """
@@ -74,8 +78,15 @@ def size_hint(
             raise ArgumentError(name, value, "must be at least 1 (or give num_bytes)")
     scales = align(-(-hidden // 128) * 4, _ROW_BYTES) if use_fp8_dispatch else 0
     row_bytes = hidden + scales if use_fp8_dispatch else 2 * hidden
-    per_row = row_bytes + 12 * num_topk + 4
-    num_bytes = num_ranks * num_max_tokens_per_rank * per_row + _RING_BYTES
+    metadata_bytes = 12 * num_topk + 4
+    num_sent = max(float(num_ranks), _EXPANDED_IMBALANCE * num_topk)  # of a token
+    num_returned = min(num_ranks - 1, num_topk or num_ranks)
+    per_token = num_sent * (row_bytes + metadata_bytes) + num_returned * (
+        2 * hidden + metadata_bytes
+    )
+    region = math.ceil(num_max_tokens_per_rank * per_token)
+    # From twice RING_BYTES on a Buffer makes all but RING_BYTES its receive region.
+    num_bytes = RING_BYTES + max(RING_BYTES, region)
     ranks_per_node = requested_ranks_per_node(None) or MAX_RANKS_PER_NODE
     if num_ranks > ranks_per_node and num_ranks % ranks_per_node == 0:
         # Combine's rows are bfloat16, whatever dispatch's are.

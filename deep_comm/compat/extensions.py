@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import deep_comm
 from deep_comm.errors import UnsupportedArgument
 
 
@@ -64,17 +67,20 @@ def check(function: str, known: Mapping[str, Extension], given: Mapping[str, Any
     for name, value in given.items():
         extension = known.get(name)
         if extension is None:
-            raise UnsupportedArgument(
-                function,
-                name,
-                value,
-                "no release of DeepEP that deep_comm follows has this keyword",
-            )
+            raise UnsupportedArgument(function, name, value, _unknown(function, name))
         if not extension.reason or _is_neutral(value, extension.neutral):
             continue
         raise UnsupportedArgument(
             function, name, value, f"a keyword of {extension.origin}; {extension.reason}"
         )
+
+
+def _unknown(function: str, name: str) -> str:
+    method = getattr(deep_comm.Buffer, function.partition(".")[2] or "__init__")
+    near = difflib.get_close_matches(name, inspect.signature(method).parameters, 1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return "no release of DeepEP that deep_comm follows has this keyword"
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -40,7 +40,7 @@ class Failures:
         if not errors.needs_reset(record):  # all ranks are still in step: the Buffer goes on
             self.synchronize()  # what still runs might report once more
             self._engine.clear_error()
-        other = ""
+        other = (-1, "")
         if record.kind == "peer_timeout" and not self._backend.is_capturing():
             other = self._engine.begun_by_peer()
         error = errors.from_record(record, other)

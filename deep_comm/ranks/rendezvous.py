@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import datetime
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -20,6 +21,7 @@ from deep_comm.settings import checks, env
 T = TypeVar("T")
 
 _ROUND = "deep_comm.meeting"  # in a group's store
+_TAG = 0x6463  # of messages of an MPI communicator
 
 LEAST_MEETING_S = 30.0
 """How long a rank waits at least for the others to build their Buffers: programs start unevenly."""
@@ -138,6 +140,12 @@ class _TorchGroup:
         return absent
 
 
+# Sends of MPI that may not have ended. Their memory must live until then.
+_sends: list[Any] = []
+# By a communicator's id, with it: ranks that are there, after all messages that have been read.
+_heard: dict[int, tuple[Any, set[int]]] = {}
+
+
 class _MpiComm:
     """An mpi4py communicator."""
 
@@ -155,6 +163,34 @@ class _MpiComm:
 
     def all_gather_object(self, payload: Any) -> list[Any]:
         return list(self._comm.allgather(payload))
+
+    def absent_after(self, timeout_s: float) -> list[int]:
+        """As of a torch group, by messages: a rank tells the others that it is here and, if it
+        leaves without all of them, that it has left. What a rank said last counts.
+        """
+        comm = self._comm
+        if not hasattr(comm, "iprobe"):  # something like a communicator
+            return []
+        peers = [peer for peer in range(self.size()) if peer != self.rank()]
+        here = _heard.setdefault(id(comm), (comm, set()))[1]
+
+        def tell(is_here: bool) -> None:
+            _sends[:] = [send for send in _sends if not send.Test()]
+            _sends.extend(comm.isend(is_here, dest=peer, tag=_TAG) for peer in peers)
+
+        tell(True)
+        deadline = time.monotonic() + timeout_s
+        while len(here) < len(peers) and time.monotonic() < deadline:
+            for peer in peers:
+                while comm.iprobe(source=peer, tag=_TAG):
+                    (here.add if comm.recv(source=peer, tag=_TAG) else here.discard)(peer)
+            time.sleep(0.001)
+        absent = [peer for peer in peers if peer not in here]
+        if absent:
+            tell(False)
+        else:
+            here.clear()  # all come anew to the next meeting
+        return absent
 
 
 def _adapt(group: Any, comm: Any) -> RankGroup:
@@ -222,7 +258,7 @@ class Rendezvous:
 
         Before the first exchange of whatever is built. None: DEEP_COMM_TIMEOUT_S.
         """
-        if not isinstance(self._group, _TorchGroup):
+        if not isinstance(self._group, _TorchGroup | _MpiComm):
             return self
         given_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
         limit_s = max(checks.timeout_s("timeout_s", given_s), LEAST_MEETING_S)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from disagreeing import build_alone, call_different_operations, enter_from_a_second_thread
 from interrupted import (
     INTERNODE,
     NORMAL,
@@ -164,3 +165,27 @@ def test_a_signal_ends_the_wait_for_counts(num_ranks: int, mode: str) -> None:
 def test_signals_in_the_wait_for_counts(num_ranks: int, fn) -> None:
     for outcome in outcomes(_with_its_device, num_ranks, fn, 1):
         assert outcome.error is None, outcome.traceback
+
+
+def _on_its_device(group, fn, *args: object) -> object:
+    return fn(group, torch.device("cuda", group.rank()), *args)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_ranks_that_call_different_operations_are_told_which(ranks_per_node: int | None) -> None:
+    timeout_s = 1.0  # each of nine pairs lasts that long
+    for outcome in outcomes(
+        _on_its_device, 2, call_different_operations, 1, ranks_per_node, timeout_s
+    ):
+        assert outcome.error is None, outcome.traceback
+
+
+def test_two_threads_cannot_be_in_one_buffer() -> None:
+    ended = outcomes(_on_its_device, 2, enter_from_a_second_thread)
+    assert [outcome.value for outcome in ended] == [[2, 2, 2], [2, 2, 0]]
+
+
+def test_a_rank_that_builds_no_buffer_is_named_within_the_deadline(num_ranks: int) -> None:
+    for outcome in outcomes(_on_its_device, num_ranks, build_alone):
+        assert outcome.error is None, outcome.traceback
+        assert max(outcome.value) < 2.4

@@ -309,6 +309,7 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
     // Each lane has put the counts for the nodes that it tells now, after a fence of its own.
     announce_on_rail(contexts.rail, args.tiers.rail, signature);
     const bool ok = await_rail_arrivals(contexts.rail, args.tiers.rail, signature);
+    if (!ok) announce_dispute(contexts);
     if (arch::lane_idx() == 0) *flag = ok;
   }
   arch::sync_block();

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import importlib.util
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -73,7 +76,9 @@ def test_a_test_without_end_must_have_come_far_enough(
     wanted: int, passes: bool, release, tmp_path: Path
 ) -> None:
     part = Part("it", release, "tests/test_it.py", ("--endless",), endless=("round", wanted))
-    assert (verdict(tmp_path, part, 8).failure is None) == passes
+    ended = verdict(tmp_path, part, 60 if passes else 5)
+    assert (ended.failure is None) == passes
+    assert (ended.seconds < 60) or not passes
 
 
 def test_a_test_that_does_not_end_is_a_failure(release, tmp_path: Path) -> None:
@@ -108,3 +113,33 @@ def test_the_tool_refuses_what_it_does_not_know() -> None:
     command = [sys.executable, str(tool_modules.TOOLS / "rival_tests"), "nothing"]
     done = warm.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "no test nothing" in done.stderr
+
+
+def test_the_last_lines_say_what_became_of_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tool_modules.TOOLS))
+    loader = SourceFileLoader("rival_tests_tool", str(tool_modules.TOOLS / "rival_tests"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    tool = importlib.util.module_from_spec(spec)
+    loader.exec_module(tool)
+    monkeypatch.setattr(run, "make_site", lambda *given: None)
+    monkeypatch.setattr(
+        run, "run", lambda part, *given: run.Verdict(1.0, part.name if part.name == "b" else None)
+    )
+    parts = [
+        Part("a", files.V1, "p"),
+        Part("b", files.V1, "p"),
+        Part("c", files.V1, "p", least_ranks=6),
+        Part("d", files.V1, "p", least_ranks=16, num_nodes=2),
+    ]
+    options = argparse.Namespace(ranks=2, device="cuda", limit_s=1.0)
+    assert not tool.run_all(parts, tmp_path, options)
+    *lines, last = capsys.readouterr().out.splitlines()[-5:]
+    became = ["passed", "FAILED", "needs 6 GPUs", "needs 16 GPUs of 2 hosts"]
+    assert [line.split(maxsplit=1) for line in lines] == [
+        [part.name, word] for part, word in zip(parts, became, strict=True)
+    ]
+    assert last == "rival tests on cuda: 1 passed, 1 failed, 2 need more"
+    assert tool.run_all(parts[:1], tmp_path, options)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Scales
+from disagreeing import build_alone
 from roundtrip import run_case, verify
 
 import deep_comm
@@ -190,54 +191,8 @@ def test_a_silent_rank_is_named_and_the_buffer_goes_on_after_reset() -> None:
         assert peer == 1 and stage and word
 
 
-def _elastic(group):
-    from deep_comm.compat.elastic import ElasticBuffer
-
-    return ElasticBuffer(group, 64 << 20, num_gpu_timeout_secs=1, device="cpu")
-
-
-def _drop_in(group):
-    from deep_comm.compat.legacy import Buffer
-
-    return Buffer(group, 0, 1 << 20, low_latency_mode=True, device="cpu", timeout_s=0.5)
-
-
-def _layer(group):
-    return deep_comm.ExpertParallel(
-        group, hidden=64, num_experts=6, num_topk=2, max_tokens=8, device="cpu", timeout_s=0.5
-    )
-
-
-BUILDERS = {
-    "Buffer": lambda group: deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=0.5),
-    "ElasticBuffer": _elastic,
-    "deep_ep.Buffer": _drop_in,
-    "ExpertParallel": _layer,
-}
-
-
-def _build_alone(group) -> list:
-    """Every kind once without a rank, another one each time, and then with all."""
-    found = []
-    for number, build in enumerate(BUILDERS.values()):
-        missing = number % group.size()
-        rendezvous.LEAST_MEETING_S = 0.5
-        started = time.monotonic()
-        if group.rank() == missing:
-            with pytest.raises(errors.ArgumentError):
-                deep_comm.Buffer(group, -1, device="cpu")  # its constructor fails
-            time.sleep(2.5)  # and it goes on with something else
-        else:
-            with pytest.raises(errors.PeerLost, match=f"rank {missing} did not come"):
-                build(group)
-            found.append(time.monotonic() - started)
-        rendezvous.LEAST_MEETING_S = 30.0
-        build(group).destroy()
-    return found
-
-
 def test_a_rank_that_builds_no_buffer_is_named_within_the_deadline() -> None:
-    for seconds in forked.run(_build_alone, 3):
+    for seconds in forked.run(build_alone, 3):
         assert max(seconds) < 2.4
 
 

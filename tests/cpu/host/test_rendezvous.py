@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import collections
+import threading
+import time
+from typing import Any
+
 import pytest
 
 from deep_comm import ArgumentError, ConfigMismatch, PeerLost, TopologyError, local
+from deep_comm.ranks import rendezvous as meetings
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import discover, require_supported
+
+
+class Sent:
+    def Test(self) -> bool:
+        return True
 
 
 class FakeComm:
     """The part of an mpi4py communicator that a rendezvous uses."""
 
-    def __init__(self, group: local.ThreadGroup) -> None:
+    def __init__(self, group: local.ThreadGroup, boxes: dict[Any, Any] | None = None) -> None:
         self._group = group
+        # Messages by (source, destination, tag); of all ranks.
+        self._boxes = collections.defaultdict(collections.deque) if boxes is None else boxes
+
+    def isend(self, payload: object, dest: int, tag: int) -> Sent:
+        self._boxes[self.Get_rank(), dest, tag].append(payload)
+        return Sent()
+
+    def iprobe(self, source: int, tag: int) -> bool:
+        return len(self._boxes[source, self.Get_rank(), tag]) > 0
+
+    def recv(self, source: int, tag: int) -> object:
+        return self._boxes[source, self.Get_rank(), tag].popleft()
 
     def Get_rank(self) -> int:
         return self._group.rank()
@@ -42,6 +65,34 @@ def test_an_mpi_communicator_serves() -> None:
         assert rendezvous.all_gather_object("x") == ["x", "x"]
 
     local.run(main, 2)
+
+
+def test_ranks_that_do_not_come_over_mpi_are_named_and_a_later_attempt_finds_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meetings, "LEAST_MEETING_S", 0.3)
+    boxes: dict[Any, Any] = collections.defaultdict(collections.deque)
+    have_left = threading.Barrier(3)
+
+    def main(group: local.ThreadGroup) -> None:
+        comm = FakeComm(group, boxes)
+        for missing in (1, 0):
+            started = time.monotonic()
+            if group.rank() != missing:
+                with pytest.raises(PeerLost, match=f"rank {missing} did not come"):
+                    Rendezvous(None, comm).meet(0.3)
+                assert time.monotonic() - started < 30
+            have_left.wait()
+            # Ranks that have come and left again are not there: one that is alone names them all.
+            if group.rank() == missing:
+                others = ", ".join(str(rank) for rank in range(3) if rank != missing)
+                with pytest.raises(PeerLost, match=f"rank {others} did not come"):
+                    Rendezvous(None, comm).meet(0.3)
+            have_left.wait()
+            for _ in range(2):
+                Rendezvous(None, comm).meet(60).barrier()
+
+    local.run(main, 3)
 
 
 @pytest.mark.parametrize(("group", "comm"), [(None, None), ("g", "c"), (object(), None), (None, 3)])

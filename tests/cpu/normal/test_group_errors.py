@@ -1,24 +1,14 @@
 """Errors that need several ranks: disagreement, silence, bad routing, too few rows."""
 
-import concurrent.futures
-import threading
-
+import disagreeing
 import pytest
 import torch
 from cases import Case
+from disagreeing import tokens
 from roundtrip import run_case, verify
 
 import deep_comm
 from deep_comm import errors, local, simulate
-
-
-def tokens(num_tokens: int, num_experts: int, hidden: int = 64) -> dict:
-    return {
-        "x": torch.ones(num_tokens, hidden, dtype=torch.bfloat16),
-        "topk_idx": (torch.arange(num_tokens) % num_experts).unsqueeze(1),
-        "topk_weights": torch.ones(num_tokens, 1),
-        "num_experts": num_experts,
-    }
 
 
 def each_rank(change, *, num_ranks: int = 3, timeout_s: float = 20.0) -> list:
@@ -71,88 +61,23 @@ def test_a_rank_that_disagrees_is_found_at_the_first_notify(
     local.run(fn, 6, timeout_s=120)
 
 
-def _operations(buffer: deep_comm.Buffer) -> dict:
-    """By the name that an error says. After one dispatch of either mode, whose handles they use."""
-    given = tokens(5, 6)
-    x, idx, weights = given["x"], given["topk_idx"], given["topk_weights"]
-    recv_x, *_, handle, _ = buffer.dispatch(**given)
-    rows, _, decoded, _, _ = buffer.low_latency_dispatch(x, idx, 5, 6, use_fp8=False)
-    return {
-        "dispatch": lambda: buffer.dispatch(**given),
-        "dispatch with a handle": lambda: buffer.dispatch(x, handle),
-        "combine": lambda: buffer.combine(recv_x, handle),
-        "barrier": buffer.barrier,
-        "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, 5, 6, use_fp8=False),
-        "low_latency_combine": lambda: buffer.low_latency_combine(rows, idx, weights, decoded),
-    }
-
-
-OPERATIONS = (
-    "dispatch", "dispatch with a handle", "combine", "barrier", "low_latency_dispatch",
-    "low_latency_combine",
-)  # fmt: skip
-PAIRS = [(one, other) for idx, one in enumerate(OPERATIONS) for other in OPERATIONS[idx + 1 :]]
-
-
 def test_ranks_that_call_different_operations_are_told_which() -> None:
-    """Every pair, one after the other in one Buffer."""
-    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(5, 64, 2, 6)
+    local.run(disagreeing.call_different_operations, 2, timeout_s=120)
 
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 4 << 20, num_bytes, low_latency_mode=True, device="cpu", timeout_s=0.4
-        ) as buffer:
-            for pair in PAIRS:
-                operations = _operations(buffer)
-                with pytest.raises(errors.ConfigMismatch) as caught:
-                    operations[pair[group.rank()]]()
-                assert caught.value.field == "the operation", pair
-                assert caught.value.values == dict(enumerate(pair)), pair
-                is_mixed = any(name.startswith("low_latency") for name in pair)
-                assert caught.value.needs_reset == is_mixed, pair
-                group.barrier()
-                if is_mixed:
-                    buffer.reset()
 
-    local.run(fn, 2, timeout_s=120)
+@pytest.mark.parametrize(("ranks_per_node", "deviant"), [(1, 1), (2, 0), (2, 3)])
+def test_ranks_of_several_nodes_that_call_different_operations_are_told_which(
+    ranks_per_node: int, deviant: int
+) -> None:
+    def main(group: local.ThreadGroup) -> None:
+        disagreeing.call_different_operations(group, deviant=deviant, ranks_per_node=ranks_per_node)
+
+    local.run(main, 4, timeout_s=120)
 
 
 def test_two_threads_cannot_be_in_one_buffer() -> None:
-    """One comes while another waits for a peer; it is refused, and the other's call goes on."""
-
-    def intrude(buffer: deep_comm.Buffer) -> None:
-        is_in_call = False
-        while not is_in_call:
-            try:
-                buffer._context.native_calls.require_no_other_thread()
-            except errors.UnsupportedError:
-                is_in_call = True
-        for call in (
-            lambda: buffer.dispatch(**tokens(5, 6)),
-            lambda: buffer.get_dispatch_layout(tokens(5, 6)["topk_idx"], 6),
-            buffer.barrier,
-            buffer.destroy,
-        ):
-            with pytest.raises(errors.UnsupportedError, match="another thread is in a call"):
-                call()
-        may_come.set()
-
-    may_come = threading.Event()
-
-    def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=20) as buffer:
-            if group.rank() == 1:
-                assert may_come.wait(timeout=30)
-                return buffer.dispatch(**tokens(5, 6))[3]
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                intruder = pool.submit(intrude, buffer)
-                counts = buffer.dispatch(**tokens(5, 6))[3]
-                intruder.result()
-                # Another thread may make calls when none is under way.
-                pool.submit(buffer.get_dispatch_layout, tokens(5, 6)["topk_idx"], 6).result()
-            return counts
-
-    assert local.run(fn, 2, timeout_s=60) == [[2, 2, 2], [2, 2, 0]]
+    counts = local.run(disagreeing.enter_from_a_second_thread, 2, timeout_s=60)
+    assert counts == [[2, 2, 2], [2, 2, 0]]
 
 
 @pytest.mark.parametrize("direct_bytes", [0, 2 << 20])

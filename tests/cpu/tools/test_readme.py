@@ -23,7 +23,8 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     ]
     assert len(lines) <= 14, "the README promises a short example"
     script = tmp_path / "example.py"
-    script.write_text(example)
+    all_direct = "assert buffer.stats().dispatch_rings + buffer.stats().combine_rings == 0\n"
+    script.write_text(example + all_direct)
     done = subprocess.run(
         [*warm.torchrun(2), str(script)], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )

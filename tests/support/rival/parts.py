@@ -22,7 +22,7 @@ class Part:
     # On the host target, where ranks cost little: what shows an order of sums, or ranks that end.
     host_ranks: int = 4
     least_ranks: int = 2
-    # A test without end: it must have printed the line so often when its time is up.
+    # A test without end: it is ended when it has printed the line so often.
     endless: tuple[str, int] | None = None
     num_nodes: int = 1  # several: on the host target alone, since GPUs are told apart by node
     variables: tuple[tuple[str, str], ...] = ()

@@ -1,5 +1,6 @@
 """Lets programs that say "cuda" run on the host target: read by every Python process whose path has
-this folder. Nothing of the program changes but what its calls of torch mean, and it takes no times.
+this folder. Nothing of the program changes but what its calls of torch mean; it takes no times, and
+its Buffers, which small shapes do not fill, are at most so large that 16 ranks find room.
 """
 
 from __future__ import annotations
@@ -48,13 +49,34 @@ def _once_per_kernel(
     return (duration,) * len(kernel_names) if isinstance(kernel_names, tuple) else duration
 
 
-class _Untimed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds DeepEP's modules of helpers, and replaces what they measure with."""
+_MOST_BYTES = 128 << 20
 
-    NAMES = ("utils", "deep_ep.utils.testing")
+
+def _build_small(kind: Any) -> None:
+    build = kind.__init__
+
+    def build_small(
+        self: Any,
+        group: Any = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        sizes = (min(size, _MOST_BYTES) for size in (num_nvl_bytes, num_rdma_bytes))
+        build(self, group, *sizes, *args, **options)
+
+    kind.__init__ = build_small
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules to change: DeepEP's helpers that measure, and the drop-in."""
+
+    HELPERS = ("utils", "deep_ep.utils.testing")
+    DROP_IN = "deep_comm.compat.legacy"
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name not in self.NAMES:
+        if name not in (*self.HELPERS, self.DROP_IN):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
@@ -67,7 +89,10 @@ class _Untimed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)  # type: ignore[attr-defined]
-        vars(module).update(bench=_once, bench_kineto=_once_per_kernel)
+        if module.__name__ == self.DROP_IN:
+            _build_small(module.Buffer)
+        else:
+            vars(module).update(bench=_once, bench_kineto=_once_per_kernel)
 
 
 def _init_process_group(backend: str = "", device_id: Any = None, **options: Any) -> None:
@@ -96,5 +121,5 @@ torch.set_default_device = lambda device: None
 torch.cuda.set_device = lambda device: None
 torch.cuda.synchronize = lambda device=None: None
 torch.cuda.Event = _Event  # type: ignore[assignment, misc]
-sys.meta_path.insert(0, _Untimed())
+sys.meta_path.insert(0, _Changed())
 _HostTensors().__enter__()

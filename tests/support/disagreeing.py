@@ -1,0 +1,173 @@
+"""Ranks that do not agree, do not come, or are in one Buffer twice: what each of them must be told.
+
+For groups of threads and of processes, on any device.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import errors
+from deep_comm.ranks import rendezvous
+from deep_comm.ranks.rendezvous import Rendezvous
+
+OPERATIONS = (
+    "dispatch", "dispatch with a handle", "combine", "barrier", "low_latency_dispatch",
+    "low_latency_combine",
+)  # fmt: skip
+PAIRS = [(one, other) for idx, one in enumerate(OPERATIONS) for other in OPERATIONS[idx + 1 :]]
+
+
+def tokens(num_tokens: int, num_experts: int, hidden: int = 64, device: Any = "cpu") -> dict:
+    return {
+        "x": torch.ones(num_tokens, hidden, dtype=torch.bfloat16, device=device),
+        "topk_idx": (torch.arange(num_tokens, device=device) % num_experts).unsqueeze(1),
+        "topk_weights": torch.ones(num_tokens, 1, device=device),
+        "num_experts": num_experts,
+    }
+
+
+def _operations(buffer: deep_comm.Buffer) -> dict[str, Callable[[], Any]]:
+    """By the name that an error says. After one dispatch of either mode, whose handles they use."""
+    given = tokens(5, 6, 512, buffer.device)
+    x, idx, weights = given["x"], given["topk_idx"], given["topk_weights"]
+    recv_x, *_, handle, _ = buffer.dispatch(**given)
+    rows, _, decoded, _, _ = buffer.low_latency_dispatch(x, idx, 5, 6, use_fp8=False)
+    return {
+        "dispatch": lambda: buffer.dispatch(**given),
+        "dispatch with a handle": lambda: buffer.dispatch(x, handle),
+        "combine": lambda: buffer.combine(recv_x, handle),
+        "barrier": buffer.barrier,
+        "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, 5, 6, use_fp8=False),
+        "low_latency_combine": lambda: buffer.low_latency_combine(rows, idx, weights, decoded),
+    }
+
+
+def _finish(buffer: deep_comm.Buffer) -> None:
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize(buffer.device)
+        buffer.check()
+
+
+def call_different_operations(
+    group: Any,
+    device: Any = "cpu",
+    deviant: int = 1,
+    ranks_per_node: int | None = None,
+    timeout_s: float = 0.4,
+) -> None:
+    """Every pair, one after the other in one Buffer: the deviant rank calls the second. All ranks
+    are told of two that differ, by the names that callers know."""
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+        5, 512, group.size(), 6, ranks_per_node=ranks_per_node
+    )
+    meeting = Rendezvous(group)
+    with deep_comm.Buffer(
+        group, 64 << 20, num_bytes + (16 << 20) * (ranks_per_node is not None),
+        low_latency_mode=True, device=device, timeout_s=timeout_s, ranks_per_node=ranks_per_node,
+    ) as buffer:  # fmt: skip
+        for pair in PAIRS:
+            operations = _operations(buffer)
+            _finish(buffer)
+            with pytest.raises(errors.ConfigMismatch) as caught:
+                operations[pair[group.rank() == deviant]]()
+                _finish(buffer)
+            told = caught.value
+            is_mixed = any(name.startswith("low_latency") for name in pair)
+            if told.field == "the operation":
+                assert len(told.values) == 2, (pair, told)
+                for rank, name in told.values.items():
+                    assert name == pair[rank == deviant], (pair, told)
+            else:  # of a rank whose neighbour has been told by another node
+                assert ranks_per_node is not None and not is_mixed, (pair, told)
+                assert "another node's rank disagrees" in told.field, (pair, told)
+            assert told.needs_reset == is_mixed, (pair, told)
+            meeting.barrier()
+            if is_mixed:
+                buffer.reset()
+
+
+def enter_from_a_second_thread(group: Any, device: Any = "cpu") -> list[int]:
+    """One comes while another waits for a peer; it is refused, and the other's call goes on."""
+    meeting = Rendezvous(group)
+    given = tokens(5, 6, 512, device)
+
+    def intrude(buffer: deep_comm.Buffer) -> None:
+        is_in_call = False
+        while not is_in_call:
+            try:
+                buffer._context.native_calls.require_no_other_thread()
+            except errors.UnsupportedError:
+                is_in_call = True
+        for call in (
+            lambda: buffer.dispatch(**given),
+            lambda: buffer.get_dispatch_layout(given["topk_idx"], 6),
+            buffer.barrier,
+            buffer.destroy,
+        ):
+            with pytest.raises(errors.UnsupportedError, match="another thread is in a call"):
+                call()
+        meeting.barrier()  # now the peer may come
+
+    with deep_comm.Buffer(group, 64 << 20, device=device, timeout_s=20) as buffer:
+        if group.rank() == 1:
+            meeting.barrier()
+            counts: list[int] = buffer.dispatch(**given)[3]
+            return counts
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            intruder = pool.submit(intrude, buffer)
+            counts = buffer.dispatch(**given)[3]
+            intruder.result()
+            # Another thread may make calls when none is under way.
+            pool.submit(buffer.get_dispatch_layout, given["topk_idx"], 6).result()
+        return counts
+
+
+def _elastic(group: Any, device: Any) -> Any:
+    from deep_comm.compat.elastic import ElasticBuffer
+
+    return ElasticBuffer(group, 64 << 20, num_gpu_timeout_secs=1, device=device)
+
+
+def _drop_in(group: Any, device: Any) -> Any:
+    from deep_comm.compat.legacy import Buffer
+
+    return Buffer(group, 0, 1 << 20, low_latency_mode=True, device=device, timeout_s=0.5)
+
+
+def _native(group: Any, device: Any) -> Any:
+    return deep_comm.Buffer(group, 1 << 20, device=device, timeout_s=0.5)
+
+
+def _layer(group: Any, device: Any) -> Any:
+    return deep_comm.ExpertParallel(
+        group, hidden=64, num_experts=6, num_topk=2, max_tokens=8, device=device, timeout_s=0.5
+    )
+
+
+def build_alone(group: Any, device: Any = "cpu") -> list[float]:
+    """Every kind once without a rank, another one each time, and then with all. The seconds that
+    this rank waited."""
+    found = []
+    for number, build in enumerate((_native, _elastic, _drop_in, _layer)):
+        missing = number % group.size()
+        rendezvous.LEAST_MEETING_S = 0.5
+        started = time.monotonic()
+        if group.rank() == missing:
+            with pytest.raises(errors.ArgumentError):
+                deep_comm.Buffer(group, -1, device=device)  # its constructor fails
+            time.sleep(2.5)  # and it goes on with something else
+        else:
+            with pytest.raises(errors.PeerLost, match=f"rank {missing} did not come"):
+                build(group, device)
+            found.append(time.monotonic() - started)
+        rendezvous.LEAST_MEETING_S = 30.0
+        build(group, device).destroy()
+    return found
