@@ -86,8 +86,9 @@ def environment_page() -> str:
         "# Environment variables",
         "",
         prose(
-            "Variables are read when they are needed, never at import. `python -m deep_comm.doctor` "
-            "prints them with their values, and names variables with this prefix that do not exist."
+            "Variables are read when they are needed, never at import. "
+            "`python -m deep_comm.doctor` prints them with their values, and variables with this "
+            "prefix that do not exist."
         ),
         "",
         "| variable | default | meaning | value |",
@@ -164,8 +165,9 @@ def shapes_page() -> str:
         "# Sizes for known models",
         "",
         prose(
-            f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens per rank in prefill and "
-            f"{_DECODE_TOKENS} in decode, BF16 rows. Sizes are MiB on every rank, rounded up to 8."
+            f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens per rank in prefill "
+            f"and {_DECODE_TOKENS} in decode, BF16 rows. Sizes are MiB on every rank, rounded up "
+            "to 8."
         ),
         "",
         "* **Layer**: what `ExpertParallel` allocates for both modes.",
@@ -202,8 +204,8 @@ def shapes_page() -> str:
     lines += [
         "",
         prose(
-            "For another shape use `print(deep_comm.ExpertParallel.estimate_memory(...))`. FP8 rows "
-            "take a little more than half of the receive region."
+            "For another shape use `print(deep_comm.ExpertParallel.estimate_memory(...))`. "
+            "FP8 rows take a little more than half of the receive region."
         ),
     ]
     return "\n".join(lines) + "\n"
