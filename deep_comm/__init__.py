@@ -11,6 +11,7 @@ import torch
 
 from deep_comm import errors
 from deep_comm._version import __version__
+from deep_comm.backends import Availability, is_available
 from deep_comm.buffer import Buffer
 from deep_comm.config import Config
 from deep_comm.context.stats import BufferStats, PerformanceWarning
@@ -42,6 +43,7 @@ topk_idx_t: torch.dtype = torch.int64
 __all__ = [
     "AllocationError",
     "ArgumentError",
+    "Availability",
     "Buffer",
     "BufferDestroyed",
     "BufferStats",
@@ -68,5 +70,6 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "errors",
+    "is_available",
     "topk_idx_t",
 ]

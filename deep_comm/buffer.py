@@ -15,14 +15,25 @@ from torch import Tensor
 
 from deep_comm import config as configs
 from deep_comm._version import __version__
+from deep_comm.backends import resolve_device
 from deep_comm.config import Config
 from deep_comm.context import Context
+from deep_comm.context.shape import (
+    MemoryEstimate,
+    Mode,
+    MoEShape,
+    estimate_memory,
+    preset_decode_tokens,
+    require_mode,
+)
 from deep_comm.context.stats import BufferStats
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.internode import InternodeCalls
 from deep_comm.low_latency import LowLatencyCalls
 from deep_comm.normal import NormalCalls
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import discover, host_identity, requested_ranks_per_node
 from deep_comm.settings import env, integers
 from deep_comm.settings.buffer import Settings
 from deep_comm.tuning import Defaults
@@ -66,13 +77,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         group_size: R.
         group: what the Buffer was built with; None after destroy().
         num_nvl_bytes, num_rdma_bytes: as given, in bytes.
+        memory: MemoryEstimate of a Buffer that for_shape has built; otherwise None.
         low_latency_mode, explicitly_destroy, enable_shrink: as given.
         device: where all tensors are.
         runtime: the native engine; None after destroy().
 
     Examples:
-        >>> num_bytes = deep_comm.Config().get_nvl_buffer_size_hint(2 * H, R)  # BF16 rows
-        >>> with deep_comm.Buffer(group, num_bytes, device="cpu") as buffer:
+        >>> shape = dict(hidden=H, num_experts=E, num_topk=K, max_tokens=T)
+        >>> with deep_comm.Buffer.for_shape(group, **shape, device="cpu") as buffer:
         ...     recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
         ...         x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
         ...     combined_x, _, event = buffer.combine(recv_x, handle)
@@ -186,6 +198,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
+        self.memory: MemoryEstimate | None = None
         self.device = self._context.device
         self._defaults = Defaults(
             self.device,
@@ -202,6 +215,81 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 "device=, unless that is meant",
                 stacklevel=2,
             )
+
+    @classmethod
+    def for_shape(
+        cls,
+        group: Any,
+        *,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        max_tokens: int,
+        decode_tokens: int | None = None,
+        mode: Mode = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+        fp8: bool = False,
+        comm: Any = None,
+        device: torch.device | str | int | None = None,
+        ranks_per_node: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Buffer:
+        """Build a Buffer that is large enough for calls of this shape. Collective over the group.
+
+        Rows of prefill calls have room in the receive region under uniform routing, and a quarter
+        more. Inside a node so have those of a second call, while the first one's rows are held.
+        ``print(buffer.memory)`` says what was taken for what.
+
+        Args:
+            group, comm, device, ranks_per_node, timeout_s: as of the constructor.
+            hidden: H.
+            num_experts: E.
+            num_topk: K.
+            max_tokens: the most tokens that a rank may have in a call.
+            decode_tokens: M, the most of a low-latency call; at most max_tokens. Default:
+                DEEP_COMM_DECODE_TOKENS, else 128.
+            mode: "prefill" for normal calls, "decode" for low-latency ones, "auto" for both.
+                Low-latency calls need bfloat16.
+            dtype: of tokens and results.
+            fp8: dispatch sends float8_e4m3 with a float32 scale for 128 columns.
+
+        Raises:
+            ArgumentError: a size is out of range; on this rank.
+            As the constructor.
+
+        Examples:
+            >>> shape = dict(hidden=H, num_experts=E, num_topk=K, max_tokens=T)
+            >>> with deep_comm.Buffer.for_shape(group, **shape, device="cpu") as buffer:
+            ...     text = str(buffer.memory)
+        """
+        if decode_tokens is None:
+            decode_tokens = preset_decode_tokens(max_tokens)
+        shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
+        require_mode(mode, shape)
+        device = resolve_device(device)
+        rendezvous = Rendezvous(group, comm).meet(timeout_s)
+        hosts = rendezvous.all_gather_result("read the name of its host", host_identity)
+        num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
+        memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
+        buffer = cls(
+            group,
+            memory.num_nvl_bytes,
+            max(memory.low_latency_region, memory.rail),
+            low_latency_mode=memory.low_latency_region > 0,
+            comm=comm,
+            device=device,
+            ranks_per_node=ranks_per_node,
+            timeout_s=timeout_s,
+            num_max_experts=num_experts,
+            num_direct_bytes=memory.receive_region,
+        )
+        buffer.memory = memory
+        return buffer
+
+    def __repr__(self) -> str:
+        sizes = f"{self.num_nvl_bytes} + {self.num_rdma_bytes} bytes"
+        state = "" if self._context.is_open else ", destroyed"
+        return f"<Buffer: rank {self.rank} of {self.group_size}, {self.device}, {sizes}{state}>"
 
     # ---- life cycle ----------------------------------------------------------------------------
 

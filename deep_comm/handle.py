@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from deep_comm._core import DispatchRecord, LowLatencyRecord
 
 __all__ = ["Expansion", "Handle", "InternodeHandle", "LowLatencyHandle"]
+
+
+def _short(handle: Any, names: Iterable[str]) -> str:
+    """A line about a handle: its numbers, and no tensor."""
+    values = {name: getattr(handle, name) for name in names}
+    known = [f"{name}={value}" for name, value in values.items() if isinstance(value, int)]
+    return f"{type(handle).__name__}({', '.join(known)})"
 
 
 class _View:
@@ -33,12 +40,15 @@ class _View:
         value = self.__dict__[name] = self._read(self._record, name)
         return value
 
+    def __repr__(self) -> str:
+        return _short(self, (entry.name for entry in fields(self) if entry.repr))
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies: with all tensors, without what belongs to this one."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Expansion(_View):
     """How an expanded dispatch has laid out its rows: grouped by local expert, for grouped GEMMs.
 
@@ -90,7 +100,7 @@ def made_later(default: Any = None) -> Any:
     return field(default_factory=lambda: default, kw_only=True)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TensorSequence(_View, Sequence[Tensor]):
     """What the handles of both tiers share: a sequence of tensors, made by one rank of one group.
 
@@ -152,7 +162,7 @@ class TensorSequence(_View, Sequence[Tensor]):
         return iter(self.as_tuple())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Handle(TensorSequence):
     """R ranks, C channels, T tokens of this rank, N rows received, L local experts.
 
@@ -222,7 +232,7 @@ class Handle(TensorSequence):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class InternodeHandle(TensorSequence):
     """N nodes, M ranks a node, R = N * M ranks, C channels, T tokens of this rank, Q rows received,
     F rows forwarded: tokens that the ranks of this local index send to this node.
@@ -355,6 +365,10 @@ class LowLatencyHandle:
 
     def __init__(self, record: LowLatencyRecord) -> None:
         self._record = record
+
+    def __repr__(self) -> str:
+        sizes = ("num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk")
+        return _short(self, ("rank", "num_tokens", *sizes, "is_compact"))
 
     @property
     def num_max_dispatch_tokens_per_rank(self) -> int:

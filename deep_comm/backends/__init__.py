@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from deep_comm.backends.base import Backend, Heap
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.settings import env
 
-__all__ = ["Backend", "Heap", "create_backend", "resolve_device"]
+__all__ = ["Availability", "Backend", "Heap", "create_backend", "is_available", "resolve_device"]
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -51,3 +53,36 @@ def create_backend(device: torch.device) -> Backend:
         raise UnsupportedError(
             f"the native module deep_comm.{name} cannot be loaded ({error}); {remedy}"
         ) from error
+
+
+@dataclass(frozen=True)
+class Availability:
+    """True or false, and why.
+
+    Attributes:
+        device: what was asked for.
+        reason: why Buffers cannot be built there; empty if they can.
+    """
+
+    device: str
+    reason: str
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+def is_available(device: torch.device | str | int | None = None) -> Availability:
+    """Return whether this process can build Buffers on a device, and why not. Local.
+
+    Args:
+        device: as of Buffer. "cpu" is the host target.
+
+    Examples:
+        >>> usable = deep_comm.is_available("cuda")
+        >>> print(usable.reason or "ready")  # doctest: +SKIP
+    """
+    try:
+        create_backend(resolve_device(device))
+    except (ArgumentError, UnsupportedError) as error:
+        return Availability(str(device), str(error))
+    return Availability(str(device), "")

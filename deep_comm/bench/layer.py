@@ -46,7 +46,7 @@ from deep_comm.bench.measure import (
 from deep_comm.bench.options import THRESHOLDS, Options
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.report import heading, machine
-from deep_comm.layer.shape import DEFAULT_DECODE_TOKENS
+from deep_comm.context.shape import DEFAULT_DECODE_TOKENS
 from deep_comm.reference import layer as reference_layer
 
 TARGET = 1.05  # auto over the better mode

@@ -17,9 +17,9 @@ from deep_comm.ranks.topology import first_expert, num_local_experts
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
+    from deep_comm.context.shape import MoEShape
     from deep_comm.layer.host_counters import HostCounters
     from deep_comm.layer.mode import ModeRule
-    from deep_comm.layer.shape import MoEShape
 
 Receive = Callable[[], ExpertBatch]
 

@@ -11,71 +11,46 @@ from deep_comm import tuning
 from deep_comm.backends import resolve_device
 from deep_comm.buffer import Buffer
 from deep_comm.context import Context
+from deep_comm.context.shape import Mode, MoEShape, require_mode
 from deep_comm.errors import ArgumentError
-from deep_comm.layer.shape import (
-    DEFAULT_DECODE_TOKENS,
-    MODES,
-    Mode,
-    MoEShape,
-    estimate_memory,
-)
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import (
     MAX_RANKS_PER_NODE,
-    discover,
-    host_identity,
     num_local_experts,
     requested_ranks_per_node,
 )
 from deep_comm.settings import checks, env, integers
 
 
-def preset_decode_tokens(max_tokens: Any) -> Any:
-    """Of a layer that names none, before the ranks have met. What cannot be a number of tokens is
-    refused by MoEShape."""
-    if not isinstance(max_tokens, int):
-        return max_tokens
-    preset = env.DECODE_TOKENS.get()
-    return min(DEFAULT_DECODE_TOKENS if preset is None else preset, max_tokens)
-
-
 def settle(
     shape: MoEShape, rendezvous: Rendezvous, device: torch.device, is_named: bool
-) -> tuple[MoEShape, list[str]]:
-    """The shape, with what rank 0 has measured unless decode_tokens is
-    named; and who the hosts are.
+) -> MoEShape:
+    """The shape, with the decode_tokens that rank 0 has measured unless they are named.
 
     Ranks of several hosts may have measured different things. Collective.
     """
+    is_named = is_named or env.DECODE_TOKENS.is_set()
 
-    def propose() -> tuple[str, int | None]:
-        measured = None
-        if not is_named and not env.DECODE_TOKENS.is_set():
-            measured = tuning.decode_tokens(
-                device, rendezvous.size, shape.hidden, shape.num_topk, shape.num_experts
-            )
-        return host_identity(), measured
+    def propose() -> int | None:
+        if is_named:
+            return None
+        return tuning.decode_tokens(
+            device, rendezvous.size, shape.hidden, shape.num_topk, shape.num_experts
+        )
 
-    told = rendezvous.all_gather_result("read what was measured", propose)
-    measured = told[0][1]
-    if measured is not None and not is_named and not env.DECODE_TOKENS.is_set():
-        shape = dataclasses.replace(shape, decode_tokens=min(measured, shape.max_tokens))
-    return shape, [host for host, _ in told]
+    measured = rendezvous.all_gather_result("read what was measured", propose)[0]
+    if measured is None or is_named:
+        return shape
+    return dataclasses.replace(shape, decode_tokens=min(measured, shape.max_tokens))
 
 
 def check_options(
     shape: MoEShape, mode: Mode, expert_alignment: int, max_recv_rows: int | None
 ) -> None:
-    if mode == "decode" and not shape.can_decode:
-        raise ArgumentError("mode", mode, "needs bfloat16 rows and at most 65535 decode_tokens")
+    require_mode(mode, shape)
     checks.expert_alignment(expert_alignment)
     if max_recv_rows is not None:
         integers.require("max_recv_rows", max_recv_rows, 1, integers.LARGEST)
-
-
-def check_mode(mode: Any) -> None:
-    if mode not in MODES:
-        raise ArgumentError("mode", mode, f"must be one of {', '.join(MODES)}")
 
 
 def most_rows(shape: MoEShape, num_ranks: int, expert_alignment: int) -> int:
@@ -108,22 +83,22 @@ def build_buffer(
     timeout_s: float | None,
 ) -> tuple[MoEShape, Buffer]:
     """The shape that was settled on, and a Buffer that is large enough. Collective."""
-    device = resolve_device(device)
     rendezvous = Rendezvous(group, comm).meet(timeout_s)
-    shape, hosts = settle(shape, rendezvous, device, is_named)
-    num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
-    memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
-    buffer = Buffer(
+    shape = settle(shape, rendezvous, resolve_device(device), is_named)
+    buffer = Buffer.for_shape(
         group,
-        memory.num_nvl_bytes,
-        max(memory.low_latency_region, memory.rail),
-        low_latency_mode=memory.low_latency_region > 0,
+        hidden=shape.hidden,
+        num_experts=shape.num_experts,
+        num_topk=shape.num_topk,
+        max_tokens=shape.max_tokens,
+        decode_tokens=shape.decode_tokens,
+        mode=mode,
+        dtype=shape.dtype,
+        fp8=shape.fp8,
         comm=comm,
         device=device,
         ranks_per_node=ranks_per_node,
         timeout_s=timeout_s,
-        num_max_experts=shape.num_experts,
-        num_direct_bytes=memory.receive_region,
     )
     return shape, buffer
 

@@ -11,18 +11,19 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from deep_comm.buffer import Buffer
-from deep_comm.errors import UnsupportedError
-from deep_comm.layer import construction, ops
-from deep_comm.layer.batch import ExpertBatch
-from deep_comm.layer.mode import ModeRule
-from deep_comm.layer.pending import Pending
-from deep_comm.layer.shape import (
+from deep_comm.context.shape import (
     DEFAULT_DECODE_TOKENS,
     MemoryEstimate,
     Mode,
     MoEShape,
     estimate_memory,
+    preset_decode_tokens,
 )
+from deep_comm.errors import UnsupportedError
+from deep_comm.layer import construction, ops
+from deep_comm.layer.batch import ExpertBatch
+from deep_comm.layer.mode import ModeRule
+from deep_comm.layer.pending import Pending
 from deep_comm.layer.steps import Experts, Steps
 
 
@@ -117,10 +118,9 @@ class ExpertParallel:
             ArgumentError, UnsupportedError: on this rank.
             ConfigMismatch, TopologyError, PeerLost: on all ranks.
         """
-        construction.check_mode(mode)
         is_named = decode_tokens is not None or mode == "prefill"
         if decode_tokens is None:
-            decode_tokens = construction.preset_decode_tokens(max_tokens)
+            decode_tokens = preset_decode_tokens(max_tokens)
         shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
         construction.check_options(shape, mode, expert_alignment, max_recv_rows)
         self.mode: Mode = mode
@@ -131,7 +131,7 @@ class ExpertParallel:
             )
         else:
             rendezvous = buffer._context.rendezvous.meet(timeout_s)
-            shape, _ = construction.settle(shape, rendezvous, buffer.device, is_named)
+            shape = construction.settle(shape, rendezvous, buffer.device, is_named)
         self.shape, self.buffer = shape, buffer
         num_ranks = buffer.group_size
         ctx = buffer._context

@@ -23,11 +23,10 @@ from torch._higher_order_ops import effects
 
 from deep_comm._core import Prefilled
 from deep_comm.buffer import Buffer
+from deep_comm.context.shape import Mode, MoEShape, check_mode
 from deep_comm.errors import ArgumentError, DeepCommError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
-from deep_comm.layer.construction import check_mode
-from deep_comm.layer.shape import Mode, MoEShape
 from deep_comm.layer.steps import Steps, Way
 
 

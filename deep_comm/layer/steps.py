@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from deep_comm._core import Decoded, Prefilled
+from deep_comm.context.shape import Mode, check_mode
 from deep_comm.errors import ArgumentError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.calls import LayerCalls, Receive
-from deep_comm.layer.construction import check_mode
 from deep_comm.layer.host_counters import HostCounters, max_tokens_of_step
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
-from deep_comm.layer.shape import Mode
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
-    from deep_comm.layer.shape import MoEShape
+    from deep_comm.context.shape import MoEShape
 
 Experts = Callable[[ExpertBatch], Tensor]
 """Rows of a batch to rows of the same shape and the layer's dtype."""

@@ -1,10 +1,10 @@
-"""What a layer looks like, and the memory that it takes."""
+"""What a Mixture-of-Experts layer looks like, and the memory that its calls take."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,7 +13,7 @@ from deep_comm.config import host_default
 from deep_comm.context.low_latency_region import region_bytes
 from deep_comm.errors import ArgumentError
 from deep_comm.ranks.topology import num_local_experts
-from deep_comm.settings import integers
+from deep_comm.settings import env, integers
 
 Mode = Literal["auto", "prefill", "decode"]
 MODES: tuple[Mode, ...] = ("auto", "prefill", "decode")
@@ -117,6 +117,25 @@ class MoEShape:
     def num_balanced_selections(self) -> int:
         """Rows that the experts of a rank get in that case: as many as the rank's tokens select."""
         return self.max_tokens * self.num_topk
+
+
+def preset_decode_tokens(max_tokens: Any) -> Any:
+    """Where none are named. What cannot be a number of tokens is refused by MoEShape."""
+    if not isinstance(max_tokens, int):
+        return max_tokens
+    preset = env.DECODE_TOKENS.get()
+    return min(DEFAULT_DECODE_TOKENS if preset is None else preset, max_tokens)
+
+
+def check_mode(mode: Any) -> None:
+    if mode not in MODES:
+        raise ArgumentError("mode", mode, f"must be one of {', '.join(MODES)}")
+
+
+def require_mode(mode: Any, shape: MoEShape) -> None:
+    check_mode(mode)
+    if mode == "decode" and not shape.can_decode:
+        raise ArgumentError("mode", mode, "needs bfloat16 rows and at most 65535 decode_tokens")
 
 
 def _lines(num_bytes: float) -> int:
