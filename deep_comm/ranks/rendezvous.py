@@ -166,7 +166,8 @@ class _MpiComm:
 
     def absent_after(self, timeout_s: float) -> list[int]:
         """As of a torch group, by messages: a rank tells the others that it is here and, if it
-        leaves without all of them, that it has left. What a rank said last counts.
+        leaves without all of them, that it has left. What a rank said last counts. A rank that was
+        here for a while has missed somebody itself; the others are to blame, if there are any.
         """
         comm = self._comm
         if not hasattr(comm, "iprobe"):  # something like a communicator
@@ -180,17 +181,19 @@ class _MpiComm:
 
         tell(True)
         deadline = time.monotonic() + timeout_s
+        for_a_while = set()
         while len(here) < len(peers) and time.monotonic() < deadline:
             for peer in peers:
                 while comm.iprobe(source=peer, tag=_TAG):
                     (here.add if comm.recv(source=peer, tag=_TAG) else here.discard)(peer)
+            for_a_while |= here
             time.sleep(0.001)
         absent = [peer for peer in peers if peer not in here]
         if absent:
             tell(False)
         else:
             here.clear()  # all come anew to the next meeting
-        return absent
+        return [peer for peer in absent if peer not in for_a_while] or absent
 
 
 def _adapt(group: Any, comm: Any) -> RankGroup:

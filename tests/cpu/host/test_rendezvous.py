@@ -70,25 +70,27 @@ def test_an_mpi_communicator_serves() -> None:
 def test_ranks_that_do_not_come_over_mpi_are_named_and_a_later_attempt_finds_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(meetings, "LEAST_MEETING_S", 0.3)
+    limit_s = 1.5  # threads that begin together are nearer to each other
+    monkeypatch.setattr(meetings, "LEAST_MEETING_S", limit_s)
     boxes: dict[Any, Any] = collections.defaultdict(collections.deque)
-    have_left = threading.Barrier(3)
+    have_met = threading.Barrier(3, timeout=60)
 
     def main(group: local.ThreadGroup) -> None:
         comm = FakeComm(group, boxes)
         for missing in (1, 0):
+            have_met.wait()
             started = time.monotonic()
             if group.rank() != missing:
                 with pytest.raises(PeerLost, match=f"rank {missing} did not come"):
-                    Rendezvous(None, comm).meet(0.3)
+                    Rendezvous(None, comm).meet(limit_s)
                 assert time.monotonic() - started < 30
-            have_left.wait()
+            have_met.wait()
             # Ranks that have come and left again are not there: one that is alone names them all.
             if group.rank() == missing:
                 others = ", ".join(str(rank) for rank in range(3) if rank != missing)
                 with pytest.raises(PeerLost, match=f"rank {others} did not come"):
-                    Rendezvous(None, comm).meet(0.3)
-            have_left.wait()
+                    Rendezvous(None, comm).meet(limit_s)
+            have_met.wait()
             for _ in range(2):
                 Rendezvous(None, comm).meet(60).barrier()
 
