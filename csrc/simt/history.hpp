@@ -39,7 +39,7 @@ struct Release {
   Scope scope = Scope::kSys;
   int rank = 0;
   const Block* block = nullptr;
-  // Not 0: a release of a wider scope that is carried as well, for those whom this one does not reach.
+  // Not 0: an earlier release of a wider scope, for readers whom this one does not reach.
   uint32_t wider = 0;
 };
 

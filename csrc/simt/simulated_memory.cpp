@@ -185,7 +185,7 @@ uint32_t SimulatedMemory::join_releases(uint32_t earlier, uint32_t later) {
     joined.rank = first.rank;
     joined.block = first.block;
   }
-  // Those whom the narrower one reaches get both, the others the wider one alone.
+  // Readers whom the narrower one reaches get both, all others the wider one alone.
   if (first.scope < joined.scope) {
     joined.wider = join_releases(first.wider, later);
   } else if (first.scope > joined.scope) {
@@ -664,7 +664,7 @@ void SimulatedMemory::fence(Fiber* fiber, Scope scope) {
   }
   const Release before = reads.fence;
   reads.fence = release_of(fiber, scope);
-  // What was released further before this fence stays so for those whom this one does not reach.
+  // Readers whom this fence does not reach still get what a wider one before it has released.
   if (!reads.has_fence) {
     reads.fence.wider = release_of_launch(fiber);
   } else {
