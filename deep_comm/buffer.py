@@ -33,7 +33,6 @@ from deep_comm.internode import InternodeCalls
 from deep_comm.low_latency import LowLatencyCalls
 from deep_comm.normal import NormalCalls
 from deep_comm.ranks.rendezvous import Rendezvous
-from deep_comm.ranks.topology import discover, host_identity, requested_ranks_per_node
 from deep_comm.settings import env, integers
 from deep_comm.settings.buffer import Settings
 from deep_comm.tuning import Defaults
@@ -156,7 +155,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             AllocationError: on a rank without room; PeerLost on the others.
             ConfigMismatch, TopologyError: on all ranks.
             PeerLost: a rank that is named has failed, or has not come here within timeout_s (at
-                least 30 s; groups of torch.distributed).
+                least 30 s; groups of torch.distributed, communicators of MPI).
 
         Warns if several processes of the group have the same GPU.
         """
@@ -268,8 +267,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         require_mode(mode, shape)
         device = resolve_device(device)
         rendezvous = Rendezvous(group, comm).meet(timeout_s)
-        hosts = rendezvous.all_gather_result("read the name of its host", host_identity)
-        num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
+        num_nodes = rendezvous.topology(ranks_per_node).num_nodes
         memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
         buffer = cls(
             group,

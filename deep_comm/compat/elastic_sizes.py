@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from deep_comm.context.shape import IMBALANCE
 from deep_comm.errors import ArgumentError
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import (
     MAX_RANKS_PER_NODE,
     Topology,
-    discover,
-    host_identity,
     requested_ranks_per_node,
 )
 from deep_comm.settings.buffer import RING_BYTES
 from deep_comm.tuning import DEFAULT_NUM_SMS, RECOMMENDED
 
 _SIZE_ALIGNMENT = 2 << 20
-_EXPANDED_IMBALANCE = 1.25
 _RAIL_ALIGNMENT = 128
 _ROW_BYTES = 16
 
@@ -29,8 +27,7 @@ def align(value: int, alignment: int) -> int:
 
 def topology_of(group: Any, timeout_s: float | None = None) -> Topology:
     """Collective; see Rendezvous.meet for the time."""
-    hosts = Rendezvous(group).meet(timeout_s).all_gather_object(host_identity())
-    return discover(hosts, requested_ranks_per_node(None))
+    return Rendezvous(group).meet(timeout_s).topology(None)
 
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
@@ -79,7 +76,7 @@ def size_hint(
     scales = align(-(-hidden // 128) * 4, _ROW_BYTES) if use_fp8_dispatch else 0
     row_bytes = hidden + scales if use_fp8_dispatch else 2 * hidden
     metadata_bytes = 12 * num_topk + 4
-    num_sent = max(float(num_ranks), _EXPANDED_IMBALANCE * num_topk)  # of a token
+    num_sent = max(float(num_ranks), IMBALANCE * num_topk)  # of a token
     num_returned = min(num_ranks - 1, num_topk or num_ranks)
     per_token = num_sent * (row_bytes + metadata_bytes) + num_returned * (
         2 * hidden + metadata_bytes

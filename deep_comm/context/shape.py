@@ -31,7 +31,7 @@ _HOST_RAIL_SLOTS = 32
 _SLOT_METADATA_BYTES = 2048
 # Receive region: rows of balanced routing, with so much on top for imbalance, for dispatch and
 # again for what combine and a second call in flight need.
-_IMBALANCE = 1.25
+IMBALANCE = 1.25
 _USES = 2
 
 
@@ -161,7 +161,7 @@ def rail_bytes(
         rings = 2 * num_nodes * _HOST_RAIL_SLOTS * (shape.row_bytes + _SLOT_METADATA_BYTES)
     if not prefills:
         return _lines(rings)
-    num_rows = min(shape.max_tokens, math.ceil(_IMBALANCE * shape.num_sent_rows(num_nodes)))
+    num_rows = min(shape.max_tokens, math.ceil(IMBALANCE * shape.num_sent_rows(num_nodes)))
     # Before a row: experts, weights, its source and places.
     before = 8 * shape.num_topk + 4 + 4 * (num_ranks // num_nodes)
     slot = _lines(shape.sent_bytes) + _lines(before) + _ALIGNMENT
@@ -171,7 +171,7 @@ def rail_bytes(
 def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
     """For the receive region."""
     balanced = shape.num_balanced_selections
-    num_rows = min(balanced * num_ranks, math.ceil(balanced * _IMBALANCE))
+    num_rows = min(balanced * num_ranks, math.ceil(balanced * IMBALANCE))
     # Beside each row its expert, weight and source, and the rows of its token.
     beside = 8 + 4 + 4 + 4 * shape.num_topk
     return _lines(_USES * (num_rows * (shape.sent_bytes + beside) + 8 * _ALIGNMENT))
@@ -182,12 +182,12 @@ def tier_region_bytes(shape: MoEShape, num_ranks: int, num_nodes: int) -> int:
     on its way."""
     per_node = num_ranks // num_nodes
     received = shape.num_balanced_rows(num_ranks)
-    num_rows = min(num_ranks * shape.max_tokens, math.ceil(received * _IMBALANCE))
+    num_rows = min(num_ranks * shape.max_tokens, math.ceil(received * IMBALANCE))
     beside = 12 * shape.num_topk + 4 + 8  # experts and weights, source, its node and neighbours
     outputs = num_rows * (shape.sent_bytes + beside)
     # What a neighbour returns of the rows that this rank forwards, their sums, and those that come.
     num_sums = num_nodes * shape.num_sent_rows(num_nodes) + received * (per_node - 1) / per_node
-    num_sums = num_sums * _IMBALANCE + shape.max_tokens * min(shape.num_topk, num_nodes - 1)
+    num_sums = num_sums * IMBALANCE + shape.max_tokens * min(shape.num_topk, num_nodes - 1)
     sums = math.ceil(num_sums) * _lines(shape.row_bytes + 4 * shape.num_topk)
     return _lines(max(_USES * outputs, outputs + sums) + 8 * _USES * _ALIGNMENT)
 

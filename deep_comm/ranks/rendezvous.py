@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from deep_comm.errors import ArgumentError, BufferDestroyed, ConfigMismatch, PeerLost
-from deep_comm.ranks.topology import member_identity
+from deep_comm.ranks.topology import (
+    Topology,
+    discover,
+    host_identity,
+    member_identity,
+    requested_ranks_per_node,
+)
 from deep_comm.settings import checks, env
 
 T = TypeVar("T")
@@ -273,6 +279,11 @@ class Rendezvous:
                 "ended, has failed before, or builds none; its own error is the cause"
             )
         return self
+
+    def topology(self, ranks_per_node: int | None) -> Topology:
+        """Which ranks share a node, before there is a Buffer that knows. None: as hosts say."""
+        hosts = self.all_gather_result("read the name of its host", host_identity)
+        return discover(hosts, requested_ranks_per_node(ranks_per_node))
 
     def all_gather_result(self, what: str, step: Callable[[], T]) -> list[T]:
         """Run ``step`` on every rank and gather the results; if it fails on one, raise on all.
