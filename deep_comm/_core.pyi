@@ -535,6 +535,8 @@ class Simulation:
         weak_memory: bool = True,  # hold stores that are not releases; read what was there before
         delay_bulk: bool = True,  # complete bulk copies late
         collectives_order_memory: bool = False,  # shuffles and votes, as sync_warp
+        # A store to global memory that an earlier load could see is an error without it.
+        allow_late_loads: bool = False,
         find_races: bool = False,  # in shared memory; needs a build with DEEP_COMM_FIND_RACES=ON
         faults: Sequence[str] = (),  # names of Fault: "weaken_release", "skip_credit", ...
         stalls: Sequence[

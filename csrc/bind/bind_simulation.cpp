@@ -14,19 +14,18 @@ namespace {
 
 using StallTuple = std::tuple<int, uint64_t, uint64_t>;
 
-std::unique_ptr<simt::Simulation> make_simulation(int num_ranks, uint64_t seed, std::string policy,
-                                                  bool weak_memory, bool delay_bulk,
-                                                  bool collectives_order_memory, bool find_races,
-                                                  std::vector<std::string> faults,
-                                                  const std::vector<StallTuple>& stalls,
-                                                  std::string on_stuck, std::string weaken,
-                                                  bool note_sites) {
+std::unique_ptr<simt::Simulation> make_simulation(
+    int num_ranks, uint64_t seed, std::string policy, bool weak_memory, bool delay_bulk,
+    bool collectives_order_memory, bool allow_late_loads, bool find_races,
+    std::vector<std::string> faults, const std::vector<StallTuple>& stalls, std::string on_stuck,
+    std::string weaken, bool note_sites) {
   simt::SimulationOptions options{.num_ranks = num_ranks,
                                   .seed = seed,
                                   .policy = std::move(policy),
                                   .weak_memory = weak_memory,
                                   .delay_bulk = delay_bulk,
                                   .collectives_order_memory = collectives_order_memory,
+                                  .allow_late_loads = allow_late_loads,
                                   .find_races = find_races,
                                   .faults = std::move(faults),
                                   .weaken = std::move(weaken),
@@ -71,7 +70,8 @@ void bind_simulation(py::module_& m) {
       .def(py::init(&make_simulation), py::kw_only(), py::arg("num_ranks"), py::arg("seed"),
            py::arg("policy") = "random", py::arg("weak_memory") = true,
            py::arg("delay_bulk") = true, py::arg("collectives_order_memory") = false,
-           py::arg("find_races") = false, py::arg("faults") = std::vector<std::string>(),
+           py::arg("allow_late_loads") = false, py::arg("find_races") = false,
+           py::arg("faults") = std::vector<std::string>(),
            py::arg("stalls") = std::vector<StallTuple>(), py::arg("on_stuck") = "report",
            py::arg("weaken") = "", py::arg("note_sites") = false)
       .def_property_readonly("num_steps", py::cpp_function(&Simulation::num_steps, release_gil))

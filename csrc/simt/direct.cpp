@@ -76,10 +76,10 @@ class DirectExecutor final : public Executor, private RailMemory {
   }
 
   void post_rail(const RailOp& op) override { rail_.post(op); }
-  void land(int, uint8_t* dst, const uint8_t* src, size_t num_bytes) override {
+  void land(const RailOp& put, uint32_t begin, uint32_t num_bytes) override {
     // Each word once, and whole: a reader may take it away at once and leave a zero, which must
     // stay. A copy of many bytes at a time may write some of them twice.
-    copy_words(dst, src, num_bytes);
+    copy_words(put.dst + begin, put.src + begin, num_bytes);
   }
   void land_signal(int, uint64_t* word, uint64_t value) override {
     __atomic_store_n(word, value, __ATOMIC_RELEASE);  // after all that has landed before it

@@ -24,7 +24,8 @@ inline constexpr FaultName kFaultNames[] = {
     {"packed_sources", 1u << 18},     {"early_rail_done", 1u << 19},
     {"await_absent", 1u << 20},       {"ignore_generation", 1u << 21},
     {"early_generation", 1u << 22},   {"skip_exit_barrier", 1u << 23},
-    {"early_credit", 1u << 24},
+    {"early_credit", 1u << 24},       {"keep_proposal", 1u << 25},
+    {"skip_blame", 1u << 26},
 };
 
 }  // namespace deep_comm::simt

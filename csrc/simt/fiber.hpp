@@ -94,6 +94,7 @@ struct Fiber {
   View view;
   StoreBuffer* stores = nullptr;
   ReadState* reads = nullptr;
+  uint32_t last_read = 0;          // time of its newest plain load (late_loads.hpp)
   BulkCopy* first_bulk = nullptr;  // oldest first
   BulkCopy* last_bulk = nullptr;
   uint64_t priority = 0;

@@ -2,8 +2,9 @@
 
 namespace deep_comm::simt {
 
-History::History()
-    : changes_(kNumChanges),
+History::History(const LateLoads& loads)
+    : loads_(loads),
+      changes_(kNumChanges),
       releases_(kNumReleases),
       heads_(size_t{1} << kBucketBits),
       near_heads_(size_t{1} << kBucketBits) {}
@@ -11,6 +12,7 @@ History::History()
 uint32_t History::add(const Change& change) {
   Change& added = changes_[++now_ & (kNumChanges - 1)];
   added = change;
+  added.loads = loads_.now();
   uint32_t& head = heads_[bucket_of(change.key)];
   added.previous = head;
   head = now_;

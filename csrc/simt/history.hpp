@@ -2,11 +2,13 @@
 // which they became visible somewhere.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "fiber.hpp"
+#include "late_loads.hpp"
 #include "ops.hpp"
 #include "store_buffer.hpp"
 #include "view.hpp"
@@ -29,6 +31,7 @@ struct Change {
   bool has_past = false;       // `old` was stored later, but comes before this change
   uint32_t past_release = 0;   // of that store
   uint32_t read_time = 0;      // when a strong load first saw it that need not have; 0: none has
+  uint32_t loads = 0;          // the time of loads (late_loads.hpp) when it was added
   uint32_t previous = 0;       // time of the change before in the same list of lines
   uint32_t previous_near = 0;  // and of neighbouring lines
 };
@@ -46,7 +49,7 @@ struct Release {
 // Old changes are forgotten: then everybody sees them, which is stronger than the model demands.
 class History {
  public:
-  History();
+  explicit History(const LateLoads& loads);
 
   uint32_t now() const { return now_; }
   // Everybody sees what is not younger than that.
@@ -70,9 +73,21 @@ class History {
   static uint32_t release_of_time(uint32_t time) { return kOfTime | time; }
   // `time`: of a change that carries it. A forgotten release was of all that was visible then.
   Release release(uint32_t number, uint32_t time) const {
-    if ((number & kOfTime) != 0) return {.view = View::all(number & ~kOfTime), .rank = -1};
+    if ((number & kOfTime) != 0) return {.view = all_until(number & ~kOfTime), .rank = -1};
     if (num_releases_ - number < kNumReleases) return releases_[number & (kNumReleases - 1)];
-    return {.view = View::all(time), .rank = -1};
+    return {.view = all_until(time), .rank = -1};
+  }
+  // Everything that was stored and loaded until then.
+  View all_until(uint32_t time) const {
+    View view = View::all(time);
+    view.loads.fill(loads_until(time));
+    view.nic_loads = view.loads;
+    return view;
+  }
+  // Loads before the changes that are forgotten: the words that ordered them may be forgotten, too.
+  uint32_t forgotten_loads() const {
+    const uint32_t forgotten = now_ > kNumChanges ? now_ - kNumChanges : 0;
+    return loads_until(std::max(settled_, forgotten));
   }
 
  private:
@@ -81,12 +96,17 @@ class History {
   static constexpr uint32_t kOfTime = 1u << 31;
   static constexpr int kBucketBits = 14;
 
+  uint32_t loads_until(uint32_t time) const {
+    const bool is_known = time < now_ && now_ - time <= kNumChanges;
+    return is_known ? at(time + 1).loads : loads_.now();
+  }
   static size_t bucket_of(LineKey key) { return line_hash(key) >> (64 - kBucketBits); }
   static size_t near_bucket_of(LineKey key) { return bucket_of(neighbourhood(key)); }
   uint32_t live(uint32_t time) const {
     return time > settled_ && now_ - time < kNumChanges ? time : 0;
   }
 
+  const LateLoads& loads_;
   uint32_t now_ = 1;
   uint32_t settled_ = 0;
   uint32_t num_releases_ = 0;

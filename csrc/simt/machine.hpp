@@ -57,6 +57,8 @@ struct SimulationOptions {
   bool delay_bulk = true;         // complete bulk copies late
   // Shuffles and votes order memory as sync_warp does. GPUs do this, PTX does not promise it.
   bool collectives_order_memory = false;
+  // Without it a store to global memory that an earlier load could see is an error.
+  bool allow_late_loads = false;
   // An access to shared memory that nothing orders is an error. Needs DEEP_COMM_FIND_RACES=ON.
   bool find_races = false;
   std::vector<std::string> faults;

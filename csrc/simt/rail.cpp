@@ -1,6 +1,7 @@
 #include "rail.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace deep_comm::simt {
 namespace {
@@ -31,7 +32,7 @@ void RailNetwork::update(Queue& queue) {
   queue.index = -1;
 }
 
-void RailNetwork::post(const RailOp& op) {
+void RailNetwork::post(RailOp op) {
   Queue& queue = queues_[{op.rank, op.peer, op.qp}];
   queue.rank = op.rank;
   queue.is_stalled = std::find(stalled_.begin(), stalled_.end(), op.rank) != stalled_.end();
@@ -42,7 +43,7 @@ void RailNetwork::post(const RailOp& op) {
     const uint32_t bytes = piece_bytes(op.num_bytes, num_pieces_);
     num_pieces = (op.num_bytes + bytes - 1) / bytes;
   }
-  queue.ops.push_back({op, (1u << num_pieces) - 1});
+  queue.ops.push_back({std::move(op), (1u << num_pieces) - 1});
   update(queue);
 }
 
@@ -61,7 +62,7 @@ void RailNetwork::land_piece(Pending& pending) {
   pending.pieces_left &= ~(1u << piece);
   const uint32_t bytes = piece_bytes(op.num_bytes, num_pieces_);
   const uint32_t begin = piece * bytes;
-  memory_.land(op.rank, op.dst + begin, op.src + begin, std::min(bytes, op.num_bytes - begin));
+  memory_.land(op, begin, std::min(bytes, op.num_bytes - begin));
 }
 
 void RailNetwork::advance_one() { land_one(*active_[random_.below(active_.size())]); }

@@ -5,7 +5,7 @@
 // on the same queue (rank, peer, qp). Everything else may happen in any order: pieces of puts among
 // each other, queues among each other, and all of them against the stores of the ranks. The source
 // of a put is read at any time between its posting and its completion, from memory: stores that
-// still wait in a buffer are not seen.
+// still wait in a buffer are not seen, and older values than those that its poster must see may be.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +28,8 @@ struct RailOp {
   const uint8_t* src;
   uint32_t num_bytes;
   uint64_t value;
+  std::vector<uint8_t> early =
+      {};  // what the NIC has read when it was posted; empty: it reads later
 };
 
 // What one rank has posted on one queue so far.
@@ -45,7 +47,7 @@ class RailMemory {
  public:
   virtual ~RailMemory() = default;
   // `rank`: whose NIC writes
-  virtual void land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) = 0;
+  virtual void land(const RailOp& put, uint32_t begin, uint32_t num_bytes) = 0;
   virtual void land_signal(int rank, uint64_t* word, uint64_t value) = 0;
 };
 
@@ -55,7 +57,7 @@ class RailNetwork {
   RailNetwork(RailMemory& memory, Random& random, uint32_t num_pieces, bool ordered)
       : memory_(memory), random_(random), num_pieces_(num_pieces), ordered_(ordered) {}
 
-  void post(const RailOp& op);
+  void post(RailOp op);
   bool has_pending() const { return !active_.empty(); }
   // A piece or a signal, by chance, lands.
   void advance_one();

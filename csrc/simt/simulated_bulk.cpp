@@ -60,6 +60,7 @@ void BulkQueue::issue_load(Fiber* self, void* smem_dst, const void* src, uint32_
 }
 
 void BulkQueue::issue_store(Fiber* self, void* dst, const void* smem_src, uint32_t num_bytes) {
+  memory_.begin_write(self, dst, num_bytes);
   BulkCopy* copy = take();
   copy->issuer = self;
   copy->dst = static_cast<uint8_t*>(dst);
@@ -88,7 +89,10 @@ void BulkQueue::finish_store(BulkCopy* copy, bool waited_for) {
 }
 
 void BulkQueue::finish_load(BulkCopy* copy) {
-  memory_.read_bulk(copy->issuer, copy->view, copy->dst, copy->src, copy->num_bytes);
+  const uint32_t time =
+      memory_.read_bulk(copy->issuer, copy->view, copy->dst, copy->src, copy->num_bytes);
+  View& arrived = mbarrier_state(block_of(copy->issuer), copy->barrier).arrived.view;
+  arrived.loads_of(grid_of(copy->issuer)->grid.rank) = time;
   const char* error = nullptr;
   const bool done = mbarrier_complete_bytes(copy->barrier, copy->num_bytes, &error);
   if (error) executor_.fail(copy->issuer, std::string("bulk_load: ") + error);

@@ -73,7 +73,7 @@ SimulatedExecutor::SimulatedExecutor(const SimulationOptions& options)
       sites_(options.weaken),
       random_(options.seed),
       ready_(parse_policy(options.policy, random_), options.num_ranks, random_),
-      memory_(options.weak_memory, options.num_ranks, random_, *this),
+      memory_(options.weak_memory, options.allow_late_loads, options.num_ranks, random_, *this),
       bulk_(options.delay_bulk, memory_, random_, *this),
       rail_(*this, random_, kRailPieces, (fault_bits(options.faults) & kReorderRail) == 0),
       preempt_(take_one(kPreemptMeans, random_), random_),
@@ -154,15 +154,20 @@ void SimulatedExecutor::retire_finished() {
 void SimulatedExecutor::post_rail(const RailOp& op) {
   if (op.num_bytes == 0) {
     memory_.post_signal(t_state.current, reinterpret_cast<const uint64_t*>(op.dst));
+    rail_.post(op);
+  } else {
+    memory_.begin_write(t_state.current, op.dst, op.num_bytes);
+    RailOp put = op;
+    memory_.read_early(t_state.current, &put);
+    rail_.post(std::move(put));
   }
-  rail_.post(op);
   note_progress();
 }
 
-void SimulatedExecutor::land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) {
-  memory_.land(rank, dst, src, num_bytes);
+void SimulatedExecutor::land(const RailOp& put, uint32_t begin, uint32_t num_bytes) {
+  memory_.land(put, begin, num_bytes);
   note_progress();
-  for (size_t i = 0; i < num_bytes; i += kLineBytes) notify(dst + i);
+  for (size_t i = 0; i < num_bytes; i += kLineBytes) notify(put.dst + begin + i);
 }
 
 void SimulatedExecutor::land_signal(int rank, uint64_t* word, uint64_t value) {

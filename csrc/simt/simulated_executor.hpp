@@ -90,7 +90,7 @@ class SimulatedExecutor final : public Executor, private RailMemory {
     return line_hash(line_key(word)) >> (64 - kWaiterBucketBits);
   }
 
-  void land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) override;
+  void land(const RailOp& put, uint32_t begin, uint32_t num_bytes) override;
   void land_signal(int rank, uint64_t* word, uint64_t value) override;
 
   bool memory_event();

@@ -39,8 +39,10 @@ void check_aligned(Executor& executor, const Fiber* fiber, const void* address,
 
 }  // namespace
 
-SimulatedMemory::SimulatedMemory(bool weak, int num_ranks, Random& random, Executor& executor)
+SimulatedMemory::SimulatedMemory(bool weak, bool allow_late_loads, int num_ranks, Random& random,
+                                 Executor& executor)
     : weak_(weak),
+      finds_late_loads_(weak && !allow_late_loads),
       random_(random),
       executor_(executor),
       stale_load_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
@@ -112,6 +114,13 @@ ReadState& SimulatedMemory::reads_of(Fiber* fiber) {
   free_reads_.pop_back();
   *fiber->reads = ReadState{};
   return *fiber->reads;
+}
+
+// Nothing that this fiber stores there may be seen by a load that has taken place.
+void SimulatedMemory::require_loaded(const Fiber* fiber, const void* address, size_t num_bytes) {
+  if (!finds_late_loads_ || block_of(fiber)->owns(address)) return;
+  const std::string error = late_loads_.find(fiber, address, num_bytes, history_.forgotten_loads());
+  if (!error.empty()) executor_.fail(fiber, error);
 }
 
 // ---- what is remembered ---------------------------------------------------------------
@@ -455,6 +464,9 @@ void overlay(uint8_t* bytes, const StoreLine& line, uint16_t wanted) {
 }  // namespace
 
 void SimulatedMemory::load(Fiber* fiber, void* value, const void* address, unsigned num_bytes) {
+  if (finds_late_loads_ && !block_of(fiber)->owns(address)) {
+    late_loads_.note(fiber, address, num_bytes);
+  }
   if (!stale_load_.strikes(random_)) [[likely]] {
     peek(fiber, value, address, num_bytes);
     return;
@@ -571,6 +583,7 @@ void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsi
                             uint32_t release) {
   check_aligned(executor_, fiber, address, num_bytes);
   const bool is_shared = block_of(fiber)->owns(address);
+  require_loaded(fiber, address, num_bytes);
   if (!is_shared && store_in_the_past(fiber, address, value, num_bytes, release)) return;
   if (!weak_ || is_shared) {
     if (weak_) note_change_of_block(fiber, address, num_bytes, release);
@@ -588,6 +601,7 @@ void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsi
 void SimulatedMemory::release_store(Fiber* fiber, void* address, const void* value,
                                     unsigned num_bytes, Scope scope) {
   check_aligned(executor_, fiber, address, num_bytes);
+  require_loaded(fiber, address, num_bytes);
   order(fiber, scope);
   if (!weak_) {
     memcpy(address, value, num_bytes);
@@ -619,6 +633,7 @@ void SimulatedMemory::release_store(Fiber* fiber, void* address, const void* val
 
 void SimulatedMemory::begin_atomic(Fiber* fiber, const void* address, unsigned num_bytes,
                                    AtomicOrder atomic_order, Scope scope) {
+  require_loaded(fiber, address, num_bytes);
   if (atomic_order == AtomicOrder::kAcqRel) order(fiber, scope);
   settle(fiber, address, num_bytes);
   memcpy(before_atomic_ + reinterpret_cast<uintptr_t>(address) % kLineBytes, address, num_bytes);
@@ -676,6 +691,8 @@ void SimulatedMemory::fence(Fiber* fiber, Scope scope) {
 View SimulatedMemory::view_for_warp(const Fiber* fiber) const {
   View view = fiber->view;
   view.reads = history_.now();
+  uint32_t& loads = view.loads_of(grid_of(fiber)->grid.rank);
+  loads = std::max(loads, fiber->last_read);
   const LastPushes& pushes = fiber->warp->pushes;
   view.block = std::max(view.block, pushes.block);
   view.gpu = std::max(view.gpu, pushes.gpu);
@@ -777,8 +794,9 @@ void SimulatedMemory::write_bulk(Fiber* fiber, void* dst, const uint8_t* src, si
   for (size_t i = 0; i < num_lines; ++i) executor_.notify(out + i * kLineBytes);
 }
 
-void SimulatedMemory::read_bulk(Fiber* fiber, const View& view, uint8_t* dst, const void* src,
-                                size_t num_bytes) {
+uint32_t SimulatedMemory::read_bulk(Fiber* fiber, const View& view, uint8_t* dst, const void* src,
+                                    size_t num_bytes) {
+  const uint32_t time = late_loads_.note_bulk(block_of(fiber), src, num_bytes);
   memcpy(dst, src, num_bytes);
   StoreBuffer* buffer = buffer_of_rank(fiber);
   if (!buffer->empty()) {
@@ -787,7 +805,12 @@ void SimulatedMemory::read_bulk(Fiber* fiber, const View& view, uint8_t* dst, co
       if (line) copy_valid(dst + offset, line->bytes, line->valid);
     }
   }
-  if (!stale_bulk_.strikes(random_)) return;
+  if (stale_bulk_.strikes(random_)) take_back_lines(fiber, view, dst, src, num_bytes, false);
+  return time;
+}
+
+void SimulatedMemory::take_back_lines(const Fiber* fiber, const View& view, uint8_t* dst,
+                                      const void* src, size_t num_bytes, bool past_buffers) {
   const LineKey first = line_key(src), last = first + num_bytes / kLineBytes - 1;
   for (LineKey near = History::neighbourhood(first); near <= History::neighbourhood(last); ++near) {
     uint64_t done = 0;  // lines of this neighbourhood
@@ -797,25 +820,41 @@ void SimulatedMemory::read_bulk(Fiber* fiber, const View& view, uint8_t* dst, co
       const uint64_t bit = uint64_t{1} << (change.key & 63);
       if (change.key < first || change.key > last || (done & bit) != 0) continue;
       if (History::neighbourhood(change.key) != near || !can_see(change, fiber)) continue;
+      if (past_buffers && change.place != nullptr) continue;
       done |= bit;
       if (must_see(change, time, fiber, view)) continue;
       Layers layers = layers_of(fiber, change.key, 0xffff, true);
       take_back(fiber, view, change.key, 0xffff, 0, true, layers);
-      copy_valid(layers.memory, layers.rank.bytes, layers.rank.valid);
+      if (!past_buffers) copy_valid(layers.memory, layers.rank.bytes, layers.rank.valid);
       memcpy(dst + (change.key - first) * kLineBytes, layers.memory, kLineBytes);
     }
   }
 }
 
-void SimulatedMemory::land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) {
-  if (weak_) note_lines(dst, num_bytes / kLineBytes, this, rank, nullptr);
-  memcpy(dst, src, num_bytes);
+void SimulatedMemory::read_early(const Fiber* fiber, RailOp* put) {
+  const bool has_lines =
+      reinterpret_cast<uintptr_t>(put->src) % kLineBytes == 0 && put->num_bytes % kLineBytes == 0;
+  if (!has_lines || !stale_bulk_.strikes(random_)) return;
+  put->early.assign(put->src, put->src + put->num_bytes);
+  take_back_lines(fiber, fiber->view, put->early.data(), put->src, put->num_bytes, true);
+  late_loads_.note_nic(put->rank, put->src, put->num_bytes);
+}
+
+void SimulatedMemory::land(const RailOp& put, uint32_t begin, uint32_t num_bytes) {
+  const bool is_early = !put.early.empty();
+  const uint8_t* src = (is_early ? put.early.data() : put.src) + begin;
+  if (weak_) {
+    note_lines(put.dst + begin, num_bytes / kLineBytes, this, put.rank, nullptr);
+    if (!is_early) late_loads_.note_nic(put.rank, src, num_bytes);
+  }
+  memcpy(put.dst + begin, src, num_bytes);
 }
 
 void SimulatedMemory::land_signal(int rank, uint64_t* word, uint64_t value) {
   if (weak_) {
     Release release{.view = {}, .scope = Scope::kSys, .rank = rank, .block = nullptr};
     release.view.sys_of(rank) = history_.now();  // the puts before it
+    release.view.nic_loads_of(rank) = late_loads_.now();
     uint32_t carried = history_.add_release(release);
     if (auto posted = signals_.find(word); posted != signals_.end()) {
       carried = join_releases(posted->second.front(), carried);
@@ -843,6 +882,7 @@ void SimulatedMemory::finish_grid(GridRun& run) {
 }
 
 void SimulatedMemory::drop_grid(GridRun& run) {
+  late_loads_.forget(run.grid.rank);
   auto discard = [this](StoreBuffer*& buffer) {
     if (!buffer) return;
     num_lines_ -= buffer->size();

@@ -15,7 +15,9 @@
 
 #include "fiber.hpp"
 #include "history.hpp"
+#include "late_loads.hpp"
 #include "ops.hpp"
+#include "rail.hpp"
 #include "random.hpp"
 #include "store_buffer.hpp"
 
@@ -56,9 +58,13 @@ struct ReadState {
 
 class SimulatedMemory {
  public:
-  SimulatedMemory(bool weak, int num_ranks, Random& random, Executor& executor);
+  SimulatedMemory(bool weak, bool allow_late_loads, int num_ranks, Random& random,
+                  Executor& executor);
 
-  void start_fiber(Fiber* fiber) { fiber->view = View::all(history_.now()); }
+  void start_fiber(Fiber* fiber) {
+    fiber->view = history_.all_until(history_.now());
+    fiber->last_read = 0;
+  }
   uint32_t now() const { return history_.now(); }
   // No fiber runs that began before.
   void settle_history(uint32_t time) { history_.settle(time); }
@@ -91,15 +97,23 @@ class SimulatedMemory {
   // Bulk copies. A write that the issuer waited for is as visible as its own stores: a few lines,
   // taken by chance, stay in its buffer. A write that completed by itself is in memory.
   void write_bulk(Fiber* fiber, void* dst, const uint8_t* src, size_t num_bytes, bool waited_for);
-  // `view`: of the issuer when it issued the copy.
-  void read_bulk(Fiber* fiber, const View& view, uint8_t* dst, const void* src, size_t num_bytes);
+  // A bulk store is issued, or a put is posted: it must be behind what was loaded there.
+  void begin_write(const Fiber* fiber, const void* dst, size_t num_bytes) {
+    require_loaded(fiber, dst, num_bytes);
+  }
+  // `view`: of the issuer when it issued the copy. The time of its loads (late_loads.hpp).
+  uint32_t read_bulk(Fiber* fiber, const View& view, uint8_t* dst, const void* src,
+                     size_t num_bytes);
 
   // A thread hands a signal to its NIC: like a relaxed store, it carries what was fenced before.
   void post_signal(Fiber* fiber, const uint64_t* word) {
     if (weak_) signals_[word].push_back(relaxed_release(fiber, Scope::kSys));
   }
   // What the NIC of `rank` writes.
-  void land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes);
+  void land(const RailOp& put, uint32_t begin, uint32_t num_bytes);
+  // By chance the NIC reads what a thread puts as soon as it is posted, and as old as that thread
+  // may see it.
+  void read_early(const Fiber* fiber, RailOp* put);
   void land_signal(int rank, uint64_t* word, uint64_t value);
 
   bool has_pending() const { return num_lines_ > 0; }
@@ -121,6 +135,7 @@ class SimulatedMemory {
   StoreBuffer* buffer_of_rank(const Fiber* fiber);
 
   ReadState& reads_of(Fiber* fiber);
+  void require_loaded(const Fiber* fiber, const void* address, size_t num_bytes);
 
   uint32_t note_change(LineKey key, uint16_t written, const StoreBuffer* place,
                        const uint8_t* old_bytes, uint16_t old_valid, const void* source, int rank,
@@ -152,6 +167,10 @@ class SimulatedMemory {
   Left take_back(const Fiber* fiber, const View& view, LineKey key, uint16_t wanted, uint32_t floor,
                  bool goes_back, Layers& layers);
   Layers layers_of(const Fiber* fiber, LineKey key, uint16_t wanted, bool only_of_rank);
+  // Puts lines back, in a copy of memory, that the fiber need not see. past_buffers: only what has
+  // reached memory is in it.
+  void take_back_lines(const Fiber* fiber, const View& view, uint8_t* dst, const void* src,
+                       size_t num_bytes, bool past_buffers);
   static void finish_load(const Fiber* fiber, void* value, const void* address, unsigned num_bytes,
                           Layers& layers);
   void store(Fiber* fiber, void* address, const void* value, unsigned num_bytes, uint32_t release);
@@ -168,12 +187,14 @@ class SimulatedMemory {
   void settle(Fiber* fiber, const void* address, size_t num_bytes);
 
   bool weak_;
+  bool finds_late_loads_;
   Random& random_;
   Executor& executor_;
   Whim stale_load_;
   Whim stale_bulk_;
   Whim past_store_;
-  History history_;
+  LateLoads late_loads_;
+  History history_{late_loads_};
   size_t num_lines_ = 0;
   std::vector<StoreBuffer*> filled_;
   std::vector<StoreBuffer> ranks_;

@@ -17,9 +17,13 @@ struct View {
   std::array<uint32_t, kNumRanks> sys{};
   // Whatever somebody has read until then with a strong load. Of all readers, which is stronger.
   uint32_t reads = 0;
+  // By rank, and by the NIC of a rank: which of its loads come before what the thread does now
+  // (late_loads.hpp).
+  std::array<uint32_t, kNumRanks> loads{};
+  std::array<uint32_t, kNumRanks> nic_loads{};
 
   static View all(uint32_t time) {
-    View view{.block = time, .gpu = time, .sys = {}, .reads = time};
+    View view{.block = time, .gpu = time, .sys = {}, .reads = time, .loads = {}, .nic_loads = {}};
     view.sys.fill(time);
     return view;
   }
@@ -27,10 +31,20 @@ struct View {
   uint32_t& sys_of(int rank) { return sys[static_cast<uint32_t>(rank) % kNumRanks]; }
   uint32_t sys_of(int rank) const { return sys[static_cast<uint32_t>(rank) % kNumRanks]; }
 
+  uint32_t& loads_of(int rank) { return loads[static_cast<uint32_t>(rank) % kNumRanks]; }
+  uint32_t loads_of(int rank) const { return loads[static_cast<uint32_t>(rank) % kNumRanks]; }
+  uint32_t& nic_loads_of(int rank) { return nic_loads[static_cast<uint32_t>(rank) % kNumRanks]; }
+  uint32_t nic_loads_of(int rank) const {
+    return nic_loads[static_cast<uint32_t>(rank) % kNumRanks];
+  }
+
   // True if `other` adds nothing.
   bool covers(const View& other) const {
     bool all = block >= other.block && gpu >= other.gpu && reads >= other.reads;
-    for (uint32_t i = 0; i < kNumRanks; ++i) all = all && sys[i] >= other.sys[i];
+    for (uint32_t i = 0; i < kNumRanks; ++i) {
+      all = all && sys[i] >= other.sys[i] && loads[i] >= other.loads[i] &&
+            nic_loads[i] >= other.nic_loads[i];
+    }
     return all;
   }
 
@@ -38,7 +52,11 @@ struct View {
     block = std::max(block, other.block);
     gpu = std::max(gpu, other.gpu);
     reads = std::max(reads, other.reads);
-    for (uint32_t i = 0; i < kNumRanks; ++i) sys[i] = std::max(sys[i], other.sys[i]);
+    for (uint32_t i = 0; i < kNumRanks; ++i) {
+      sys[i] = std::max(sys[i], other.sys[i]);
+      loads[i] = std::max(loads[i], other.loads[i]);
+      nic_loads[i] = std::max(nic_loads[i], other.nic_loads[i]);
+    }
   }
 };
 

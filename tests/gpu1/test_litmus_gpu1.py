@@ -55,6 +55,12 @@ def test_a_gpu_shows_nothing_that_ptx_forbids(program: Path) -> None:
     assert {name: one for name, one in stale.items() if any(seen[0] for seen in one)} == {}
 
 
+def test_a_gpu_shows_a_missing_acquire(program: Path) -> None:
+    """Otherwise the tests above would prove little. The readers' L1 caches hold old values."""
+    tests = litmus.messages([(litmus.RELEASE_SYS, litmus.OTHER_BLOCK, litmus.RELAXED, 0)])
+    assert any(seen[0] for seen in outcomes(program, tests)[0])
+
+
 def test_words_and_their_readers_agree(program: Path) -> None:
     """Coherence; what a thread has read, it passes on; a store that loses a race."""
     alone = {"num_threads": 32}

@@ -25,29 +25,41 @@ void require(cudaError_t error) {
   exit(1);
 }
 
-// Otherwise blocks begin in order, and readers find everything written.
-__device__ void begin_at_some_time(uint32_t seed) {
+// Otherwise blocks begin in order, and readers find everything written: the blocks of a run meet, and
+// then begin within a few hundred cycles. Before that each has read all of the memory, so that its
+// L1 cache holds old values.
+__device__ void begin_together(const uint64_t* memory, uint32_t* num_met, uint32_t seed) {
+  uint64_t sum = 0;
+  for (int idx = 0; idx < kWords; ++idx) sum += arch::ld_weak(memory + idx);
+  __syncthreads();
+  if (threadIdx.x == 0 && sum == 0) {
+    atomicAdd(num_met, 1u);
+    while (arch::ld_relaxed_gpu(num_met) < gridDim.x * gridDim.y) {
+    }
+  }
+  __syncthreads();
   uint32_t state = seed * 747796405u + blockIdx.x * 277803737u + blockIdx.y * 2891336453u +
                    blockIdx.z * 1181783497u;
   state = (state ^ state >> 15) * 2246822519u;
   state ^= state >> 13;
   const int64_t begin = clock64();
-  while (clock64() - begin < static_cast<int64_t>(state % 6000)) {
+  const int64_t most = int64_t{1} << (seed % 12);  // cycles
+  while (clock64() - begin < static_cast<int64_t>(state) % most) {
   }
 }
 
 // Blocks of one rank lie along x, ranks along y, independent runs along z.
 template <void (*kKernel)(const Args&)>
-__global__ void run(uint64_t* memory, Args args, uint32_t seed) {
-  begin_at_some_time(seed);
+__global__ void run(uint64_t* memory, uint32_t* num_met, Args args, uint32_t seed) {
   args.memory = memory + blockIdx.z * kWords;
   args.rank = blockIdx.y;
+  begin_together(args.memory, num_met + blockIdx.z, seed);
   kKernel(args);
 }
 
 struct Litmus {
   const char* name;
-  void (*launch)(uint64_t*, Args, uint32_t);
+  void (*launch)(uint64_t*, uint32_t*, Args, uint32_t);
 };
 
 const Litmus kAll[] = {
@@ -79,12 +91,13 @@ std::map<Results, int> outcomes(const std::string& line, int num_launches, uint6
   std::map<Results, int> seen;
   std::vector<uint64_t> host(kNumInstances * kWords);
   const size_t num_bytes = host.size() * sizeof(uint64_t);
+  auto* num_met = reinterpret_cast<uint32_t*>(device + host.size());
   for (const Litmus& litmus : kAll) {
     if (name != litmus.name) continue;
     for (int launch = 0; launch < num_launches; ++launch) {
-      require(cudaMemset(device, 0, num_bytes));
+      require(cudaMemset(device, 0, num_bytes + kNumInstances * sizeof *num_met));
       litmus.launch<<<dim3(num_blocks, num_ranks, kNumInstances), num_threads, smem_bytes>>>(
-          device, args, static_cast<uint32_t>(launch));
+          device, num_met, args, static_cast<uint32_t>(launch));
       require(cudaGetLastError());
       require(cudaMemcpy(host.data(), device, num_bytes, cudaMemcpyDeviceToHost));
       for (int instance = 0; instance < kNumInstances; ++instance) {
@@ -100,7 +113,7 @@ std::map<Results, int> outcomes(const std::string& line, int num_launches, uint6
 
 int answer_all(int num_launches) {
   uint64_t* device = nullptr;
-  require(cudaMalloc(&device, kNumInstances * kWords * sizeof(uint64_t)));
+  require(cudaMalloc(&device, kNumInstances * (kWords * sizeof(uint64_t) + sizeof(uint32_t))));
   for (std::string line; std::getline(std::cin, line);) {
     const char* separator = "[";
     for (const auto& [results, count] : outcomes(line, num_launches, device)) {

@@ -167,6 +167,8 @@ enum class Fault : uint32_t {
   kEarlyGeneration = 1u << 22,   // the first block to leave, not the last, ends the generation
   kSkipExitBarrier = 1u << 23,   // direct dispatch ends before its peers are done
   kEarlyCredit = 1u << 24,       // receivers inside a node free slots that they have not read
+  kKeepProposal = 1u << 25,      // what a rank proposed before it gave up still counts
+  kSkipBlame = 1u << 26,         // a rank does not tell its neighbours whom it blames
 };
 
 }  // namespace deep_comm

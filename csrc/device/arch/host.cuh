@@ -40,6 +40,8 @@ static_assert(simt::kFaultNames[21].bit == static_cast<uint32_t>(Fault::kIgnoreG
 static_assert(simt::kFaultNames[22].bit == static_cast<uint32_t>(Fault::kEarlyGeneration));
 static_assert(simt::kFaultNames[23].bit == static_cast<uint32_t>(Fault::kSkipExitBarrier));
 static_assert(simt::kFaultNames[24].bit == static_cast<uint32_t>(Fault::kEarlyCredit));
+static_assert(simt::kFaultNames[25].bit == static_cast<uint32_t>(Fault::kKeepProposal));
+static_assert(simt::kFaultNames[26].bit == static_cast<uint32_t>(Fault::kSkipBlame));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;

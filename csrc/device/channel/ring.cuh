@@ -43,9 +43,6 @@ class RingSender {
   // True if row `row_idx` has a free slot. Reads the head once if this lane does not know of one.
   DC_DEVICE bool poll_slot(uint32_t row_idx) {
     if (is_free(row_idx)) return true;
-    // order-proof (relaxed): what follows are stores and copies into the slot, which a branch on
-    // this value guards. No GPU performs them before; PTX alone asks for the acquire.
-    // order-proof (narrow): see relaxed.
     const Tagged head = Tagged::unpack(arch::ld_acquire_sys(head_));
     if (head.generation == context_.generation) num_released_ = head.value;
     return is_free(row_idx);

@@ -95,7 +95,6 @@ DC_DEVICE void publish_sums(const TierContexts& contexts, const InternodeCombine
         if (num_read - num_returned < batch) continue;
         num_returned = num_read;
         // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, num_read)
-        // order-proof: orders reads alone, which the simulation never performs late
         arch::st_release_sys(head_word, Tagged::pack(contexts.node.generation, num_read));
       }
       for (; num_put < reached; num_put = min_of(num_put + max_put, reached)) {

@@ -106,7 +106,6 @@ class StagedPublisher {
           Tagged::pack(contexts_.rail.generation, 1));
     }
     // Hands what each lane has counted to lane 0, which puts.
-    // order-proof: the simulated network reads memory as it is, never an older value
     arch::sync_warp();
     for (uint32_t far = arch::ballot(kFullMask, is_complete && near == nullptr); far != 0;
          far &= far - 1) {

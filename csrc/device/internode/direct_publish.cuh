@@ -106,7 +106,8 @@ class RowPublisher {
     if (arch::any(kFullMask, row.is_counted)) {
       // pairs with: the fence in run, in the blocks that counted before — the chunk's rows. After
       // it their word may be stored, and the NIC may read them.
-      // order-proof: the simulated network reads memory as it is, never an older value
+      // order-proof: the simulation has one time for all that a rank has put into memory, and the
+      // rows of this block, which it has just fenced, are newer
       if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
     }
     uint8_t* near = row.completes ? near_segment(args_.world, tier, row.node) : nullptr;
@@ -115,7 +116,7 @@ class RowPublisher {
           reinterpret_cast<uint64_t*>(near + tier.layout.landed_of(tier.node, row.chunk)), word);
     }
     // Hands what each lane has counted to lane 0, which puts.
-    // order-proof: the simulated network reads memory as it is, never an older value
+    // order-proof: as above
     arch::sync_warp();
     uint32_t pending = arch::ballot(kFullMask, row.completes && near == nullptr);
     for (; pending != 0; pending &= pending - 1) {

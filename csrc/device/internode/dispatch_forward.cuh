@@ -44,8 +44,6 @@ class RingOutlet {
       ok = arch::all(kFullMask, ok);
     }
     // Hands the leader's acquire to all lanes.
-    // order-proof: the acquire orders the receiver's reads of the slot, which the simulation never
-    // performs late, before stores that replace what was read
     arch::sync_warp();
     return ok ? ring_.slot(num_filled_) : nullptr;
   }
@@ -114,7 +112,6 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
                       goes ? head : -1);
       }
       // pairs with: return_rail_credits — the reads of the slot
-      // order-proof: orders reads alone, which the simulation never performs late
       arch::st_release_cta(&team->num_read[dst], num_before + row_idx + 1);
     }
     head += goes;
@@ -164,7 +161,6 @@ DC_DEVICE void return_rail_credits(const TierContexts& contexts, const Internode
             &num_read);
       }
       // Hands each lane's acquire to the leader.
-      // order-proof: orders reads alone, which the simulation never performs late
       arch::sync_warp();
       if (!arch::all(kFullMask, ok)) return;
       if (lane == 0) rail.return_credit(wanted);

@@ -78,7 +78,6 @@ DC_DEVICE void receive_from_rank(const Context& node, const InternodeDispatchArg
       arch::sync_warp();  // every lane has read the slots
       if (arch::lane_idx() == 0) {
         // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, row_idx)
-        // order-proof: orders reads alone, which the simulation never performs late
         arch::st_release_sys(head, Tagged::pack(node.generation, row_idx));
       }
     }

@@ -60,8 +60,6 @@ class RailOutlet {
       ok = arch::all(kFullMask, ok);
     }
     // Hands the leader's acquire to all lanes.
-    // order-proof: the acquire orders the receiver's reads of the slot, or the NIC's, which the
-    // simulation never performs late, before stores that replace what was read
     arch::sync_warp();
     return ok ? ring_.slot(num_filled_) : nullptr;
   }

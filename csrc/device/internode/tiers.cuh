@@ -105,7 +105,7 @@ DC_DEVICE void share_failure(const TierContexts& contexts) {
   } else if (abort != 0 && arch::ld_relaxed_sys(&world.error->kind) ==
                                static_cast<uint32_t>(ErrorKind::kPeerTimeout)) {
     const int32_t peer = arch::ld_relaxed_sys(&world.error->peer);
-    if (peer < 0) return;
+    if (peer < 0 || arch::fault(Fault::kSkipBlame)) return;
     for (int local = 0; local < world.num_ranks; ++local) {
       if (local == world.rank) continue;
       LocalState* theirs = reinterpret_cast<LocalState*>(world.bases[local]);

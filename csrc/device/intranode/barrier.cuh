@@ -21,7 +21,6 @@ DC_DEVICE void barrier(const BarrierArgs& args) {
     note_in_warp(context, TraceStep::kEntered);
   }
   // Every lane has read the generation.
-  // order-proof: orders reads alone, which the simulation never performs late
   arch::sync_warp();
   close_generation(context);
 }

@@ -118,7 +118,6 @@ DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, C
     arch::sync_warp();  // every lane has read its part of the slots
     ++num_done;
     // pairs with: return_credits — the reads of this token's slots
-    // order-proof: orders reads alone, which the simulation never performs late
     if (arch::lane_idx() == 0) arch::st_release_cta(&entry->num_done[warp], num_done);
   }
 }
@@ -153,7 +152,6 @@ DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, C
             [=](uint32_t value) { return value >= wanted; }, &num_done);
       }
       // Hands the leader's acquire to the lanes that report.
-      // order-proof: orders reads of slots alone, which the simulation never performs late
       arch::sync_warp();
       ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
       if (!ok || !is_peer) continue;

@@ -16,9 +16,11 @@
 // waits  proposal: unblocked by the peer's own shrink barrier
 // after  the first: no kernel of the participants runs. The second: all of their words are zero
 //
-// Numbers. A rank proposes its last number plus one, odd for a first barrier. The highest proposal
-// wins. So a rank that failed and tries again takes along those that come for the first time. A
-// rank in its second barrier that finds a peer in a new first one begins anew as well.
+// Numbers. A rank proposes its last number plus one, odd for a first barrier, and goes on with the
+// highest proposal that it has seen. So a rank that failed and tries again takes along those that
+// come for the first time: their lower numbers count as well, because all that the first barrier
+// needs is that each rank has come. A rank in its second barrier that finds a peer in a new first
+// one begins anew.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -68,37 +70,34 @@ DC_DEVICE void shrink_barrier(const ShrinkBarrierArgs& args) {
   const bool is_peer = peer < world.num_ranks && peer != world.rank;
   const bool is_awaited = is_peer && !world.is_absent(peer);
   const bool is_first = args.number % 2 == 1;
-  uint32_t number = args.number, highest = number;
-  bool ok = true, is_answered = false;
-  do {
-    number = highest;
-    if (is_peer) {
-      // pairs with: await_proposal at the peer — this rank's kernels have ended, or its words are
-      // zero
-      // order-proof: a launch of the simulation begins with a release of all before it
-      arch::st_release_sys(world.proposal(peer, world.rank), Tagged::pack(number, world.absent));
-    }
-    Tagged proposal{world.absent, number};
-    if (is_awaited) ok = await_proposal(context, peer, number, &proposal);
-    is_answered = !ok && proposal.has_reached(number);  // but not as it should be
-    // The end of the kernel hands each lane's acquire on. Before that nobody needs another lane's.
-    ok = arch::all(kFullMask, ok);
-    // A peer in its second barrier has passed the first one.
-    highest = is_first ? proposal.generation - 1 | 1u : proposal.generation;
-    if (!ok) highest = number;
-    for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
-      highest = max_of(highest, arch::shfl_xor(kFullMask, highest, mask));
-    }
-  } while (is_first && highest != number);
+  if (is_peer) {
+    // pairs with: await_proposal at the peer — this rank's kernels have ended, or its words are zero
+    // order-proof: a launch of the simulation begins with a release of all before it
+    arch::st_release_sys(world.proposal(peer, world.rank), Tagged::pack(args.number, world.absent));
+  }
+  bool ok = true;
+  Tagged proposal{world.absent, args.number};
+  if (is_awaited) ok = await_proposal(context, peer, args.number, &proposal);
+  const bool is_answered = !ok && proposal.has_reached(args.number);  // but not as it should be
+  // The end of the kernel hands each lane's acquire on. Before that nobody needs another lane's.
+  ok = arch::all(kFullMask, ok);
+  // A peer in its second barrier has passed the first one.
+  uint32_t highest = is_first ? proposal.generation - 1 | 1u : proposal.generation;
+  if (!ok) highest = args.number;
+  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
+    highest = max_of(highest, arch::shfl_xor(kFullMask, highest, mask));
+  }
   // A rank that has waited in vain will come again, perhaps leaving out more ranks. A peer that
   // comes meanwhile must not see this proposal.
-  if (!ok && !arch::any(kFullMask, is_answered) && is_peer) {
+  const bool takes_back = !ok && !arch::any(kFullMask, is_answered);
+  if (takes_back && is_peer && !arch::fault(Fault::kKeepProposal)) {
     arch::st_relaxed_sys(world.proposal(peer, world.rank), uint64_t{0});
   }
   if (ok && is_first && is_peer && world.is_absent(peer)) mask_out(args, peer);
   if (peer != 0) return;
   arch::st_relaxed_sys(&args.result->number, highest);
-  arch::st_relaxed_sys(&args.result->has_agreed, ok && highest == number ? 1u : 0u);
+  const bool has_agreed = ok && (is_first || highest == args.number);
+  arch::st_relaxed_sys(&args.result->has_agreed, has_agreed ? 1u : 0u);
 }
 
 }  // namespace deep_comm

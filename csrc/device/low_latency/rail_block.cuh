@@ -183,7 +183,7 @@ DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailB
   const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
   uint32_t* num_entered = &state->num_entered_blocks[kind][static_cast<int>(phase)];
   // acq_rel, pairs with itself: all blocks have read the state before the last one changes it
-  // order-proof: orders reads alone, which the simulation never performs late
+  // order-proof: orders loads of words, which the simulation does not report if they could be late
   if (arch::atomic_add_acq_rel_gpu(num_entered, 1u) + 1 !=
       static_cast<uint32_t>(arch::num_blocks()))
     return;

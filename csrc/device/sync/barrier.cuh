@@ -53,7 +53,7 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature,
                                 const uint32_t (&values)[kNumWords]) {
   // With the stores below, a release; pairs with: the acquire of EntryWatch at every peer — this
   // rank has left its earlier kernels
-  // order-proof: a simulated launch begins with such a release. PTX has none there.
+  // order-proof (narrow): a simulated launch begins with such a release. PTX has none there.
   arch::fence_acq_rel_sys();
   DC_UNROLL
   for (int idx = 0; idx < kNumWords; ++idx) {
@@ -77,8 +77,6 @@ struct EntryWatch {
   DC_DEVICE bool look() {
     DC_UNROLL
     for (int idx = 0; idx < kNumWords; ++idx) seen_words[idx] = arch::ld_relaxed_sys(words[idx]);
-    // order-proof: what follows are stores and copies to the peer, which a branch on this value
-    // guards. No GPU performs them before; PTX alone asks for the acquire.
     arrival = arch::ld_acquire_sys(arrived);
     const Tagged seen = Tagged::unpack(arrival);
     if (!seen.has_reached(generation)) return false;

@@ -95,11 +95,8 @@ def test_every_rank_names_the_rank_that_never_comes(
         assert (error.rank, error.peer) == (rank, silent), f"rank {rank}: {error}"
 
 
-@pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("operation", ["dispatch", "cached fp8", "combine"])
-@pytest.mark.parametrize("stalled", [1, 4])
-def test_a_stalled_rail_is_named_by_its_rank(stalled: int, operation: str, region: str) -> None:
-    """Its NIC delivers nothing more: the ranks of its local index name it, and tell their nodes."""
+def end_of_ranks(stalled: int, operation: str, region: str, faults: tuple[str, ...] = ()) -> list:
+    """What the ranks of other nodes end with if a rank's NIC delivers nothing more."""
 
     def fn(group):
         with make_buffer(group, timeout_s=2.0, num_direct_bytes=REGIONS[region]) as buffer:
@@ -116,12 +113,27 @@ def test_a_stalled_rail_is_named_by_its_rank(stalled: int, operation: str, regio
             else:
                 buffer.combine(recv_x, handle, config=arguments["config"])
 
-    ended = simulate.run(fn, NUM_RANKS, 3, on_stuck="clock", return_errors=True, timeout_s=120)
-    for rank, error in enumerate(ended):
-        if rank // RANKS_PER_NODE == stalled // RANKS_PER_NODE:
-            continue  # inside its node nothing is late before the next call
-        assert isinstance(error, errors.PeerTimeout), f"rank {rank}: {error!r}"
-        assert error.peer == stalled, f"rank {rank}: {error}"
+    ended = simulate.run(
+        fn, NUM_RANKS, 3, faults=faults, on_stuck="clock", return_errors=True, timeout_s=120
+    )
+    node = stalled // RANKS_PER_NODE  # inside it nothing is late before the next call
+    return [error for rank, error in enumerate(ended) if rank // RANKS_PER_NODE != node]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("operation", ["dispatch", "cached fp8", "combine"])
+@pytest.mark.parametrize("stalled", [1, 4])
+def test_a_stalled_rail_is_named_by_its_rank(stalled: int, operation: str, region: str) -> None:
+    """The ranks of its local index name it, and tell their nodes."""
+    for error in end_of_ranks(stalled, operation, region):
+        assert isinstance(error, errors.PeerTimeout), repr(error)
+        assert error.peer == stalled, str(error)
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_ranks_that_do_not_tell_whom_they_blame_are_found(operation: str) -> None:
+    ended = end_of_ranks(1, operation, "staged", ("skip_blame",))
+    assert any(getattr(error, "peer", None) != 1 for error in ended)
 
 
 @pytest.mark.parametrize("region", REGIONS)

@@ -223,16 +223,22 @@ def test_a_rank_that_is_not_named_and_does_not_come_is_named() -> None:
     local.run(main, 4, timeout_s=60)
 
 
-def test_what_a_rank_said_before_it_gave_up_counts_no_more() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with open_buffer(group, EIGHT, 0.2, device="cpu") as buffer:
-            for rank, named in enumerate(([3], [2, 3])):
-                if buffer.rank == rank:
-                    with pytest.raises(PeerTimeout, match="in reset"):
-                        buffer.reset(without=named)
-                group.barrier()
+@pytest.mark.parametrize("faults", [(), ("keep_proposal",)])
+def test_what_a_rank_said_before_it_gave_up_counts_no_more(faults: tuple[str, ...]) -> None:
+    expected = ConfigMismatch if faults else PeerTimeout
 
-    local.run(main, 4, timeout_s=60)
+    def main(group: simulate.SimulatedGroup) -> None:
+        buffer = open_buffer(group, EIGHT, 10.0, device="cpu")
+        if buffer.rank == 0:
+            with pytest.raises(PeerTimeout, match="in reset"):
+                buffer.reset(without=[3])
+        group.barrier()
+        if buffer.rank == 1:
+            with pytest.raises(expected):
+                buffer.reset(without=[2, 3])
+
+    for seed in range(4):
+        simulate.run(main, 4, seed, faults=faults, on_stuck="clock", timeout_s=60)
 
 
 def test_ranks_may_try_again_under_every_schedule() -> None:

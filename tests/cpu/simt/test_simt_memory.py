@@ -28,7 +28,13 @@ def stale(test: Litmus, **options: object) -> int:
     shape = Shape(test.num_blocks, test.num_threads, test.smem_bytes)
     runs = (
         simulate(
-            test.kernel, test.params, num_ranks=test.num_ranks, seed=seed, shape=shape, **options
+            test.kernel,
+            test.params,
+            num_ranks=test.num_ranks,
+            seed=seed,
+            shape=shape,
+            allow_late_loads=True,
+            **options,
         )
         for seed in SEEDS
     )
@@ -140,7 +146,9 @@ def test_a_store_that_loses_a_race_is_still_seen_by_its_thread_and_carries_what_
 ):
     """PTX: Coherence, and Causality Order of the readers."""
     for seed in range(400):
-        run = simulate("racing_stores", num_ranks=3, seed=seed, shape=Shape(1, 32, 0))
+        run = simulate(
+            "racing_stores", num_ranks=3, seed=seed, shape=Shape(1, 32, 0), allow_late_loads=True
+        )
         assert run.check().memory[16:22:2].tolist() == [0, 0, 0], seed
 
 
