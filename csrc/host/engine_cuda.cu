@@ -10,9 +10,9 @@ template <class KernelType>
 void CudaTarget::prepare() {
   constexpr int kPlace = RailKernelList::index_of<KernelType>();
   if (kPlace >= 0 && over_nvshmem_ != nullptr) {
-    over_nvshmem_->kernels()->prepare(kPlace, kTuning.smem_bytes_limit);
+    over_nvshmem_->kernels()->prepare(kPlace, smem_bytes_limit_);
   } else {
-    prepare_kernel<KernelType>(kTuning.smem_bytes_limit);
+    prepare_kernel<KernelType>(smem_bytes_limit_);
   }
 }
 
@@ -93,6 +93,14 @@ void CudaTarget::copy_beside_kernels(void* to, const void* from, size_t num_byte
   cudaStreamDestroy(stream);
   check(copied, "cudaMemcpyAsync");
   check(ended, "cudaStreamSynchronize");
+}
+
+// Code for sm_80, even on newer GPUs, relies on the stream's order.
+bool CudaTarget::can_begin_early() const {
+  const CudaDeviceScope scope(device_);
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, entry_of<BarrierKernel>()), "cudaFuncGetAttributes");
+  return attributes.ptxVersion >= 90;  // the architecture that it was compiled for
 }
 
 bool CudaTarget::is_idle(uint64_t stream) {
