@@ -80,6 +80,13 @@ def test_pre_commit_formats_the_files_that_tools_lint_formats(
     assert {path for path in files if pattern.search(str(path.relative_to(ROOT)))} == native
 
 
+def test_lint_reads_every_program_of_tools(lint: dict[str, Any]) -> None:
+    """pre-commit finds them by their first line."""
+    files = [path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix]
+    programs = {path.name for path in files if path.read_text().startswith("#!")}
+    assert set(lint["PROGRAMS"]) == programs
+
+
 def test_ci_runs_the_commands_of_the_readme_on_every_python_that_the_package_takes(
     pyproject: dict[str, Any],
 ) -> None:
