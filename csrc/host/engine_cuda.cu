@@ -95,12 +95,21 @@ void CudaTarget::copy_beside_kernels(void* to, const void* from, size_t num_byte
   check(ended, "cudaStreamSynchronize");
 }
 
-// Code for sm_80, even on newer GPUs, relies on the stream's order.
+namespace {
+
+// Never launched: its bound tells the host which primitives the device's code has. The driver's
+// ptxVersion will not do, since cubins do not say what their PTX was compiled for.
+__global__ void __launch_bounds__(arch::kHasEarlyLaunches ? 2 * kWarpSize : kWarpSize)
+    primitives_mark() {}
+
+}  // namespace
+
+// Code with the primitives of sm_80, even on newer GPUs, relies on the stream's order.
 bool CudaTarget::can_begin_early() const {
   const CudaDeviceScope scope(device_);
   cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, entry_of<BarrierKernel>()), "cudaFuncGetAttributes");
-  return attributes.ptxVersion >= 90;  // the architecture that it was compiled for
+  check(cudaFuncGetAttributes(&attributes, primitives_mark), "cudaFuncGetAttributes");
+  return attributes.maxThreadsPerBlock > kWarpSize;
 }
 
 bool CudaTarget::is_idle(uint64_t stream) {

@@ -102,6 +102,8 @@ DC_DEVICE void bulk_wait() {
 
 // ---- launches -----------------------------------------------------------------------------------
 
+// A launch must not be told that it may begin early: nothing here would make it wait.
+inline constexpr bool kHasEarlyLaunches = false;
 DC_DEVICE void await_earlier_launch() { detail::compiler_fence(); }
 DC_DEVICE void allow_later_launch() {}
 

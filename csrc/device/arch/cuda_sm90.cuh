@@ -87,6 +87,7 @@ DC_DEVICE void bulk_wait() {
 
 // ---- launches -----------------------------------------------------------------------------------
 
+inline constexpr bool kHasEarlyLaunches = true;
 DC_DEVICE void await_earlier_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DC_DEVICE void allow_later_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
