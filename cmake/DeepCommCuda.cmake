@@ -20,12 +20,15 @@ if(NOT DEEP_COMM_CUDA STREQUAL "OFF")
 endif()
 
 if(DEEP_COMM_CUDA_FOUND)
-  set(CMAKE_CUDA_ARCHITECTURES "${DEEP_COMM_CUDA_ARCHS}")
+  include(DeepCommArchitectures)
+  deep_comm_architectures("${DEEP_COMM_CUDA_ARCHS}" architecture_flags architectures)
+  set(CMAKE_CUDA_ARCHITECTURES OFF)  # CMake cannot make code of sm_90a from PTX of sm_90
   # The static runtime finds the driver when it is first called, so the module imports without one.
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   enable_language(CUDA)
+  string(APPEND CMAKE_CUDA_FLAGS "${architecture_flags}")  # also of device links
 
   add_library(deep_comm_cuda_options INTERFACE)
   target_include_directories(deep_comm_cuda_options SYSTEM INTERFACE
@@ -36,9 +39,6 @@ if(DEEP_COMM_CUDA_FOUND)
     "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${DEEP_COMM_PTXAS_REPORT}>>:-Xptxas=-v>")
   target_compile_definitions(deep_comm_cuda_options INTERFACE
     DEEP_COMM_TRACE_LOW_LATENCY=$<BOOL:${DEEP_COMM_TRACE_LOW_LATENCY}>)
-  # "90a-real;100a-real" -> "90a 100a", what the module answers when asked for its architectures
-  string(REGEX REPLACE "-(real|virtual)" "" architectures "${DEEP_COMM_CUDA_ARCHS}")
-  string(REPLACE ";" " " architectures "${architectures}")
   target_compile_definitions(deep_comm_cuda_options INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:DEEP_COMM_CUDA_ARCHITECTURES="${architectures}">)
 endif()

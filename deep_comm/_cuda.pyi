@@ -6,7 +6,7 @@ current before every call.
 
 from collections.abc import Sequence
 
-architectures: str  # "90a"
+architectures: str  # "90a ptx90"
 
 class Engine:
     traces_low_latency: bool

@@ -16,6 +16,7 @@ from torch import Tensor
 from deep_comm import config as configs
 from deep_comm._version import __version__
 from deep_comm.backends import resolve_device
+from deep_comm.backends.architectures import runs_on
 from deep_comm.config import Config
 from deep_comm.context import Context
 from deep_comm.context.shape import (
@@ -433,7 +434,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             from deep_comm import _cuda
         except ImportError:  # built without nvcc
             return False
-        return "90" in _cuda.architectures
+        return runs_on(_cuda.architectures, 9, 0)
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:

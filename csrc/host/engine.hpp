@@ -164,8 +164,8 @@ class Engine final : public EngineCalls {
   bool launches_block() const override { return target_.launches_block(); }
   // Whether a low-latency launch of now may begin while the one before it ends.
   bool begins_early() const { return early_launches_.are_safe(); }
-  // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
-  int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
+  // Shared memory a block may use: smaller values cut rows into more pieces.
+  int smem_bytes_limit;
   // Between nodes: with at least so many tokens of this rank a low-latency dispatch
   // sends each once to a node.
   int low_latency_hand_on_tokens = 8;

@@ -10,9 +10,9 @@ template <class KernelType>
 void CudaTarget::prepare() {
   constexpr int kPlace = RailKernelList::index_of<KernelType>();
   if (kPlace >= 0 && over_nvshmem_ != nullptr) {
-    over_nvshmem_->kernels()->prepare(kPlace, kTuning.smem_bytes_limit);
+    over_nvshmem_->kernels()->prepare(kPlace, smem_bytes_limit_);
   } else {
-    prepare_kernel<KernelType>(kTuning.smem_bytes_limit);
+    prepare_kernel<KernelType>(smem_bytes_limit_);
   }
 }
 
@@ -93,6 +93,23 @@ void CudaTarget::copy_beside_kernels(void* to, const void* from, size_t num_byte
   cudaStreamDestroy(stream);
   check(copied, "cudaMemcpyAsync");
   check(ended, "cudaStreamSynchronize");
+}
+
+namespace {
+
+// Never launched: its bound tells the host which primitives the device's code has. The driver's
+// ptxVersion will not do, since cubins do not say what their PTX was compiled for.
+__global__ void __launch_bounds__(arch::kHasEarlyLaunches ? 2 * kWarpSize : kWarpSize)
+    primitives_mark() {}
+
+}  // namespace
+
+// Code with the primitives of sm_80, even on newer GPUs, relies on the stream's order.
+bool CudaTarget::can_begin_early() const {
+  const CudaDeviceScope scope(device_);
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, primitives_mark), "cudaFuncGetAttributes");
+  return attributes.maxThreadsPerBlock > kWarpSize;
 }
 
 bool CudaTarget::is_idle(uint64_t stream) {

@@ -32,7 +32,8 @@ inline void pause() {
 }  // namespace detail
 
 template <class Target>
-Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(target) {
+Engine<Target>::Engine(const EngineOptions& options, Target target)
+    : smem_bytes_limit(target.smem_bytes_limit()), target_(target) {
   using detail::require;
   require(options.num_ranks >= 1 && options.num_ranks <= kMaxRanks,
           "num_ranks = " + std::to_string(options.num_ranks) + ", must lie in 1.." +

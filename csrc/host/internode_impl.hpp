@@ -62,7 +62,7 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   tiers_.rail.layout = RailLayout::make(world_.layout.data + data_bytes_, options.num_nodes,
                                         num_local, num_max_experts_);
   InternodeDispatchArgs of_rings{};  // direct mode only takes what they leave
-  require(plan_tier_direct(of_rings) <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
+  require(plan_tier_direct(of_rings) <= static_cast<size_t>(target_.smem_bytes_limit()),
           "num_nodes = " + std::to_string(options.num_nodes) +
               ", some words for each must fit in a block's shared memory");
   if constexpr (Target::kHasRail) {
@@ -397,10 +397,9 @@ void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
   args.signature = Operation::signature(Kernel::kInternodeCombine, agreed, 8);
   if constexpr (Target::kHasRail) {
     const LaunchConfig launch_config = shape_combine(args, config);
-    detail::require(
-        launch_config.smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
-        "num_nodes = " + std::to_string(tiers_.num_nodes()) +
-            ", a word for each must fit in a block's shared memory");
+    detail::require(launch_config.smem_bytes <= static_cast<size_t>(target_.smem_bytes_limit()),
+                    "num_nodes = " + std::to_string(tiers_.num_nodes()) +
+                        ", a word for each must fit in a block's shared memory");
     switch (dtype) {
       case Dtype::kBfloat16:
         return launch<InternodeCombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);

@@ -5,13 +5,13 @@
 
 #include "device/bench/push_rows.cuh"
 #include "host/link_bench_cuda.hpp"
+#include "host/memory_cuda.hpp"
 
 namespace deep_comm {
 
 namespace {
 
-constexpr size_t kSmemBytesLimit = 227 * 1024;  // of one block on sm_90
-constexpr int kMaxPushWarps = 8;                // more were never faster
+constexpr int kMaxPushWarps = 8;  // more were never faster
 
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -22,6 +22,12 @@ void check(cudaError_t status, const char* what) {
 
 void require(bool holds, const std::string& rule) {
   if (!holds) throw std::invalid_argument("push_rows: " + rule);
+}
+
+int current_smem_bytes_limit() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return cuda_smem_bytes_limit(device);
 }
 
 __global__ void __launch_bounds__(kMaxPushWarps* kWarpSize, 1)
@@ -39,9 +45,9 @@ __global__ void empty_entry(const __grid_constant__ SomeArgs) {}
 }  // namespace
 
 int cuda_max_push_warps(int row_bytes) {
+  const auto limit = static_cast<size_t>(current_smem_bytes_limit());
   int num_warps = 0;
-  while (num_warps < kMaxPushWarps &&
-         push_rows_smem_bytes(num_warps + 1, row_bytes) <= kSmemBytesLimit) {
+  while (num_warps < kMaxPushWarps && push_rows_smem_bytes(num_warps + 1, row_bytes) <= limit) {
     ++num_warps;
   }
   return num_warps;
@@ -68,7 +74,7 @@ void cuda_push_rows(const PushRows& call) {
     args.destinations[peer] = reinterpret_cast<uint8_t*>(call.destinations[peer]);
   }
   check(cudaFuncSetAttribute(push_rows_entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(kSmemBytesLimit)),
+                             current_smem_bytes_limit()),
         "cudaFuncSetAttribute");
   const size_t smem_bytes = push_rows_smem_bytes(call.num_warps, call.row_bytes);
   push_rows_entry<<<call.num_blocks, call.num_warps * kWarpSize, smem_bytes,

@@ -24,8 +24,8 @@ struct PushRows {
 // breaks a rule of it, e.g. more warps than have shared memory for their rows.
 void cuda_push_rows(const PushRows& call);
 
-// The most warps of a block that cuda_push_rows takes for rows of this size; 0: such rows are too
-// large.
+// The most warps of a block that cuda_push_rows takes for rows of this size on the current device;
+// 0: such rows are too large.
 int cuda_max_push_warps(int row_bytes);
 
 // A kernel that does nothing, launched as the engine launches its own: 24 blocks of 320 threads that

@@ -141,4 +141,12 @@ int cuda_num_sms(int device) {
   return num_sms;
 }
 
+int cuda_smem_bytes_limit(int device) {
+  constexpr int kPlannedFor = 227 * 1024;  // sm_90's; more would change the shapes of launches
+  int num_bytes = 0;
+  check(cudaDeviceGetAttribute(&num_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        on_device("asking for a block's shared memory", device));
+  return num_bytes < kPlannedFor ? num_bytes : kPlannedFor;
+}
+
 }  // namespace deep_comm

@@ -24,4 +24,7 @@ void cuda_enable_peer_access(int device, int peer_device);
 bool cuda_can_access_peer(int device, int peer_device);
 int cuda_num_sms(int device);
 
+// Shared memory that one block may have: 99 KiB to 227 KiB.
+int cuda_smem_bytes_limit(int device);
+
 }  // namespace deep_comm

@@ -18,6 +18,8 @@
 //   void  quiet_rail()                         when no kernel runs: everything put has landed
 //   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count)
 //   int   device() const                       whose SMs the kernels share
+//   int   smem_bytes_limit() const             shared memory that a block may have
+//   bool  can_begin_early() const              kernels wait for the launch before theirs themselves
 //   bool  launches_block() const               launches of the rail's kernels wait for much of these
 //   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device
 //                                              failed
@@ -64,7 +66,6 @@ struct Tuning {
   int num_link_sms;           // direct dispatch: SMs whose rows to peers the links keep up with
   int num_direct_cast_warps;  // the same, of rows that are quantised on their way
   int num_direct_meta_warps;
-  int smem_bytes_limit;  // of one block
   int sender_smem_bytes;  // stages of one sending warp, at most: what a block leaves is L1 for its readers
   int low_latency_threads;
   int internode_notify_threads;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "host/memory_cuda.hpp"
 #include "host/nvshmem_rail_cuda.hpp"
 #include "host/software_nic_cuda.hpp"
 #include "host/stream_cuda.hpp"
@@ -33,7 +34,6 @@ class CudaTarget {
                                      .num_link_sms = 7,
                                      .num_direct_cast_warps = 12,
                                      .num_direct_meta_warps = 4,
-                                     .smem_bytes_limit = 227 * 1024,
                                      .sender_smem_bytes = 43100,
                                      .low_latency_threads = 448,
                                      .internode_notify_threads = 256,
@@ -47,7 +47,10 @@ class CudaTarget {
                                      .expand_threads = 1024,
                                      .reduce_experts_threads = 640};
 
-  CudaTarget(int rank, int device) : device_(device) { (void)rank; }
+  CudaTarget(int rank, int device)
+      : device_(device), smem_bytes_limit_(cuda_smem_bytes_limit(device)) {
+    (void)rank;
+  }
 
   template <class KernelType>
   void prepare();
@@ -83,6 +86,8 @@ class CudaTarget {
   bool is_idle(uint64_t stream);
   static bool is_current(int device) { return cuda_current_device() == device; }
   int device() const { return device_; }
+  int smem_bytes_limit() const { return smem_bytes_limit_; }
+  bool can_begin_early() const;
   bool launches_block() const { return nic_ != nullptr; }
   using DeviceScope = CudaDeviceScope;
 
@@ -91,6 +96,7 @@ class CudaTarget {
   void copy_beside_kernels(void* to, const void* from, size_t num_bytes);
 
   int device_;
+  int smem_bytes_limit_;
   // Of a group of several nodes, one of them.
   std::shared_ptr<SoftwareNic> nic_;
   std::shared_ptr<NvshmemRailState> over_nvshmem_;

@@ -38,7 +38,6 @@ class HostTarget {
       .num_link_sms = 1,
       .num_direct_cast_warps = 3,
       .num_direct_meta_warps = 1,
-      .smem_bytes_limit = 227 * 1024,
       .sender_smem_bytes = 43100,
       .low_latency_threads = 64,
       .internode_notify_threads = 64,
@@ -121,6 +120,8 @@ class HostTarget {
   bool is_idle(uint64_t /*stream*/) { return true; }
   static bool is_current(int /*device*/) { return true; }
   int device() const { return rank_; }
+  int smem_bytes_limit() const { return 227 * 1024; }  // as on sm_90
+  bool can_begin_early() const { return true; }
   bool launches_block() const { return true; }
   struct DeviceScope {
     explicit DeviceScope(int /*device*/) {}

@@ -41,6 +41,7 @@ void bulk_load(void* smem_dst, const void* global_src, uint32_t num_bytes, uint6
   if (!block_of(self)->owns(barrier)) {
     t_state.executor->fail(self, "bulk_load: the mbarrier is not in the block's shared memory");
   }
+  mbarrier_arrive(barrier, num_bytes);
   if (t_state.simulated) {
     issue_bulk_load(self, smem_dst, global_src, num_bytes, barrier);
     return;

@@ -1,8 +1,9 @@
 // The mbarrier object: eight bytes of shared memory.
 //
 //   bit 63      parity of the current phase
-//   bits 40-62  bytes still to come, signed: a copy may land before the bytes it brings are
-//   expected bits 20-39  arrivals of every phase bits 0-19   arrivals still to come in this phase
+//   bits 40-62  bytes still to come
+//   bits 20-39  arrivals of every phase
+//   bits 0-19   arrivals still to come in this phase
 #include "barrier.hpp"
 #include "executor.hpp"
 #include "ops.hpp"
@@ -12,7 +13,7 @@ namespace deep_comm::simt {
 namespace {
 
 constexpr uint32_t kMaxArrivals = (1u << 20) - 1;
-constexpr int64_t kMaxBytes = (1 << 20) - 1;
+constexpr uint32_t kMaxBytes = (1 << 20) - 1;
 
 // A try_wait returns after a while even if nothing has happened, as the hardware's does, so that
 // the loop around it can look at its deadline.
@@ -22,20 +23,19 @@ constexpr uint32_t kMaxTryWaitDoublings = 12;
 struct State {
   uint32_t pending;
   uint32_t arrivals;
-  int64_t bytes;
+  uint32_t bytes;
   uint32_t parity;
 };
 
 State unpack(uint64_t word) {
   return State{.pending = static_cast<uint32_t>(word) & kMaxArrivals,
                .arrivals = static_cast<uint32_t>(word >> 20) & kMaxArrivals,
-               .bytes = static_cast<int64_t>(word << 1) >> 41,
+               .bytes = static_cast<uint32_t>(word >> 40) & ((1u << 23) - 1),
                .parity = static_cast<uint32_t>(word >> 63)};
 }
 
 uint64_t pack(const State& state) {
-  return state.pending | uint64_t{state.arrivals} << 20 |
-         (static_cast<uint64_t>(state.bytes) & ((uint64_t{1} << 23) - 1)) << 40 |
+  return state.pending | uint64_t{state.arrivals} << 20 | uint64_t{state.bytes} << 40 |
          uint64_t{state.parity} << 63;
 }
 
@@ -82,7 +82,6 @@ bool mbarrier_complete_bytes(uint64_t* barrier, uint32_t num_bytes, const char**
   if (!is_initialised(*barrier)) *error = "the mbarrier was not initialised";
   State state = unpack(*barrier);
   state.bytes -= num_bytes;
-  if (state.bytes < -kMaxBytes) *error = "more bytes than an mbarrier can count have arrived";
   const bool done = complete_phase_if_done(state);
   *barrier = pack(state);
   return done;

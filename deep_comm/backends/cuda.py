@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from deep_comm import _core, _cuda
 from deep_comm.backends import in_process
+from deep_comm.backends.architectures import runs_on
 from deep_comm.backends.base import EXCHANGE_API, Heap, TensorsEventMaker
 from deep_comm.backends.cuda_streams import current_raw_stream, make_framework, streams_of
 from deep_comm.backends.foreign import bytes_at
@@ -124,11 +124,10 @@ class CudaBackend:
         # Not the index: processes may number the devices that they see differently.
         self.unique_device: str | None = str(torch.cuda.get_device_properties(device).uuid)
         major, minor = torch.cuda.get_device_capability(device)
-        built = {architecture.rstrip("af") for architecture in _architectures()}
-        if f"{major}{minor}" not in built:
+        if not runs_on(_cuda.architectures, major, minor):
             raise UnsupportedError(
                 f"{device} has compute capability {major}.{minor}, but the kernels were built for "
-                f"{_cuda.architectures}"
+                f"{_cuda.architectures}: set DEEP_COMM_CUDA_ARCHS and build again"
             )
         self.max_sms: int | None = _cuda.num_sms(self._index)
         # Above the default: communication that waits for a free SM keeps its peers waiting too.
@@ -194,7 +193,3 @@ class CudaBackend:
 
     def device_scope(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device)
-
-
-def _architectures() -> list[str]:
-    return re.split(r"[\s,;]+", _cuda.architectures.strip())

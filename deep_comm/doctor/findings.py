@@ -89,7 +89,7 @@ def modules() -> Section:
         section.problems.append(f"_core does not load: {error}")
     try:
         cuda = importlib.import_module("deep_comm._cuda")
-        section.lines.append(f"_cuda for sm_{cuda.architectures}")
+        section.lines.append(f"_cuda for {cuda.architectures}")
     except ImportError as error:
         section.lines.append(f"_cuda not available: {error}")
         if num_devices() > 0:

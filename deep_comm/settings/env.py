@@ -229,7 +229,11 @@ REGISTRY: tuple[Variable[Any], ...] = (
 # Name: (default, meaning).
 BUILD_VARIABLES: dict[str, tuple[str, str]] = {
     "DEEP_COMM_CUDA": ("AUTO", "the CUDA module: AUTO (built when nvcc is found), ON or OFF"),
-    "DEEP_COMM_CUDA_ARCHS": ("90a-real", "its architectures, in CMake's notation"),
+    "DEEP_COMM_CUDA_ARCHS": (
+        "90a",
+        "the GPUs it is built for, 80, 90a, 100f and 120f, with semicolons between; each may end "
+        "in -real (no PTX) or -virtual (PTX alone)",
+    ),
     "DEEP_COMM_NVSHMEM": ("AUTO", "the NVSHMEM module: AUTO (built when both are found), ON, OFF"),
     "DEEP_COMM_TESTS": ("OFF", "the module of native tests"),
     "DEEP_COMM_FIND_RACES": (

@@ -10,7 +10,7 @@ void wait_parity(Mbarrier* barrier, uint32_t parity) {
   }
 }
 
-// Results of try_wait through two phases of a barrier with two arrivals and bytes.
+// Results of try_wait through two phases of a barrier with two arrivals, then bytes.
 void mbarrier_phases(const Args& args) {
   auto* barrier = reinterpret_cast<Mbarrier*>(dynamic_smem());
   uint64_t* out = args.memory;
@@ -24,25 +24,12 @@ void mbarrier_phases(const Args& args) {
   mbarrier_arrive(barrier);
   *out++ = mbarrier_try_wait_parity(barrier, 0);
   *out++ = mbarrier_try_wait_parity(barrier, 1);  // now the phase under way
+  bulk_load(dynamic_smem() + 64, args.memory + 64, 32, barrier);
+  *out++ = mbarrier_try_wait_parity(barrier, 1);  // whether or not the bytes have landed
   mbarrier_arrive(barrier);
-  mbarrier_arrive_expect_tx(barrier, 32);
-  *out++ = mbarrier_try_wait_parity(barrier, 1);  // all have arrived, the bytes have not
-  bulk_load(dynamic_smem() + 64, args.memory + 64, 16, barrier);
-  bulk_load(dynamic_smem() + 80, args.memory + 66, 16, barrier);
   wait_parity(barrier, 1);
   *out++ = mbarrier_try_wait_parity(barrier, 1);
   *out++ = mbarrier_try_wait_parity(barrier, 0);
-}
-
-// Bytes that land before they are expected do not complete the phase.
-void mbarrier_early_bytes(const Args& args) {
-  auto* barrier = reinterpret_cast<Mbarrier*>(dynamic_smem());
-  mbarrier_init(barrier, 1);
-  bulk_load(dynamic_smem() + 64, args.memory + 64, 64, barrier);
-  args.memory[0] = mbarrier_try_wait_parity(barrier, 0);
-  mbarrier_arrive_expect_tx(barrier, 64);
-  wait_parity(barrier, 0);
-  args.memory[1] = *reinterpret_cast<uint64_t*>(dynamic_smem() + 64 + 56);
 }
 
 // Thread 0 issues, all threads wait on the mbarrier. params: bytes, rounds.
@@ -60,7 +47,6 @@ void bulk_round_trip(const Args& args) {
   sync_block();
   for (int round = 0; round < args.params[1]; ++round) {
     if (thread_idx() == 0) {
-      mbarrier_arrive_expect_tx(barrier, num_bytes);
       bulk_load(staging, source + num_bytes * static_cast<uint32_t>(round), num_bytes, barrier);
     }
     wait_parity(barrier, static_cast<uint32_t>(round) & 1);
@@ -85,7 +71,6 @@ void bulk_load_unwaited(const Args& args) {
   auto* landed = reinterpret_cast<volatile uint64_t*>(dynamic_smem() + 64);
   if (thread_idx() != 0) return;
   mbarrier_init(barrier, 1);
-  mbarrier_arrive_expect_tx(barrier, 64);
   bulk_load(dynamic_smem() + 64, args.memory + 64, 64, barrier);
   if (args.params[0]) wait_parity(barrier, 0);
   args.memory[0] = landed[7];
@@ -204,7 +189,6 @@ void bulk_errors(const Args& args) {
 
 constexpr Kernel kKernels[] = {
     kernel<mbarrier_phases>("mbarrier_phases"),
-    kernel<mbarrier_early_bytes>("mbarrier_early_bytes"),
     kernel<bulk_round_trip>("bulk_round_trip"),
     kernel<bulk_load_unwaited>("bulk_load_unwaited"),
     kernel<bulk_store_reuse>("bulk_store_reuse"),

@@ -286,7 +286,6 @@ DC_DEVICE void message_by_bulk_load(const Args& args) {
   mbarrier_init(barrier, 1);
   fence_mbarrier_init();
   fence_proxy_async();
-  mbarrier_arrive_expect_tx(barrier, kNumBytes);
   bulk_load(copy, data, kNumBytes, barrier);
   while (!mbarrier_try_wait_parity(barrier, 0)) {
   }

@@ -194,7 +194,6 @@ void race_of_bulk_load(const Args& args) {
   if (lane_idx() == 0) mbarrier_init(&shared()->barrier, 1);
   sync_warp();
   if (lane_idx() == 0) {
-    mbarrier_arrive_expect_tx(&shared()->barrier, 64);
     bulk_load(shared()->stage, args.memory + 8, 64, &shared()->barrier);
     if (how != Landing::kWait) wait_parity(&shared()->barrier, 0);
   }
@@ -213,7 +212,6 @@ void race_of_next_load(const Args& args) {
   if (args.params[0]) fence_proxy_async_shared();
   if (args.params[1]) sync_warp();
   if (lane_idx() != 0) return;
-  mbarrier_arrive_expect_tx(&shared()->barrier, 64);
   bulk_load(shared()->stage, args.memory + 8, 64, &shared()->barrier);
   wait_parity(&shared()->barrier, 0);
 }

@@ -151,7 +151,6 @@ __device__ arch::Mbarrier* probe_mbarrier() {
 PROBE(mbarrier_init) { arch::mbarrier_init(probe_mbarrier(), 1); }
 PROBE(fence_mbarrier_init) { arch::fence_mbarrier_init(); }
 PROBE(mbarrier_arrive) { arch::mbarrier_arrive(probe_mbarrier()); }
-PROBE(mbarrier_arrive_expect_tx) { arch::mbarrier_arrive_expect_tx(probe_mbarrier(), 256); }
 PROBE(mbarrier_try_wait_parity) {
   while (!arch::mbarrier_try_wait_parity(probe_mbarrier(), 0)) {
   }

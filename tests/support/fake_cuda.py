@@ -228,7 +228,7 @@ def _module(log: Log) -> types.ModuleType:
         def stub_counts(self, counts: tuple[int, int, bool, list[int]] | None) -> None:
             log.stub_counts = counts
 
-    module.architectures = "90a"
+    module.architectures = "90a ptx90"
     module.Engine = Engine
     module.streams = lambda device: _simt_tests.fake_streams(log)
     module.current_device = lambda: 0

@@ -40,6 +40,9 @@ SOURCES = (
     "tests/native",
 )
 
+# Likewise, in the environment.
+NOT_IN_SOURCES = ("CMAKE_ARGS", "DEEP_COMM_FIND_RACES", "DEEP_COMM_CUDA_ARCHS")
+
 # Runs inside the environment: which of pyproject.toml's requirements are not met there?
 MISSING_REQUIREMENTS = """
 import importlib.metadata, json, sys
@@ -291,7 +294,7 @@ def site_packages(interpreter: Path) -> Path:
 
 
 def fingerprint_sources(interpreter: Path, nvcc: str | None) -> str:
-    options = [os.environ.get(name) for name in ("CMAKE_ARGS", "DEEP_COMM_FIND_RACES")]
+    options = [os.environ.get(name) for name in NOT_IN_SOURCES]
     digest = hashlib.sha256(f"{interpreter}\0{nvcc}\0{options}\0{CUDA_IS_OFF}".encode())
     for name in SOURCES:
         path = ROOT / name

@@ -2,7 +2,8 @@
 // to reach memory that another thread can see, its warp, its block, the bulk-copy engine and the
 // clock.
 //
-//   cuda*.cuh  PTX and CUDA intrinsics (the only files with either)
+//   cuda*.cuh  PTX and CUDA intrinsics (the only files with either); of what sm_80 lacks,
+//              cuda_sm80.cuh has the same names as cuda_sm90.cuh
 //   host*.cuh  the same names over the SIMT executor of csrc/simt/
 //
 // Naming: `op_order_scope`. The scope is always spelled: cta (block), gpu (all blocks of one rank),
@@ -56,9 +57,9 @@
 //   void mbarrier_init(Mbarrier*, int num_arrivals)
 //   void fence_mbarrier_init()              // after the inits, before a barrier publishes them
 //   void mbarrier_arrive(Mbarrier*)
-//   void mbarrier_arrive_expect_tx(Mbarrier*, uint32_t num_bytes) // one arrival, bytes to wait for
 //   bool mbarrier_try_wait_parity(Mbarrier*, uint32_t parity)    // has that phase completed?
 //   void bulk_load(void* smem_dst, const void* global_src, uint32_t num_bytes, Mbarrier*)
+//                                           // one arrival, that counts once the bytes have landed
 //   void bulk_store(void* global_dst, const void* smem_src, uint32_t num_bytes)
 //   void bulk_prefetch(const void* global_src, uint32_t num_bytes): into the L2 cache; a hint
 //   void bulk_commit()                      // closes a group of this thread's bulk stores

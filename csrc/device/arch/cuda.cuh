@@ -7,7 +7,8 @@
 // Address spaces: words of gpu and sys scope, and payload, are in global memory. The `_cta` forms
 // take generic addresses, since a block also waits on words in its shared memory.
 //
-// Needs sm_80; the mbarrier, bulk copy and elect primitives need sm_90.
+// Needs sm_80. What sm_80 and sm_90 have different instructions for is in cuda_sm80.cuh and
+// cuda_sm90.cuh.
 #pragma once
 
 #include <type_traits>
@@ -244,16 +245,6 @@ DC_DEVICE uint32_t atomic_or_relaxed_gpu(uint32_t* ptr, uint32_t value) {
 DC_DEVICE void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 DC_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DC_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-// No state space: a bulk load reads global memory and writes shared memory, and ordinary accesses
-// may just have touched both.
-DC_DEVICE void fence_proxy_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-DC_DEVICE void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-DC_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // ---- warp ---------------------------------------------------------------------------------------
 
 DC_DEVICE void sync_warp(uint32_t mask = kFullMask) { __syncwarp(mask); }
@@ -291,18 +282,6 @@ DC_DEVICE int popc(uint32_t bits) { return __popc(bits); }
 DC_DEVICE int ffs(uint32_t bits) { return __ffs(static_cast<int>(bits)); }
 DC_DEVICE int clz(uint32_t bits) { return __clz(static_cast<int>(bits)); }
 
-DC_DEVICE bool elect_one() {
-  uint32_t is_elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "elect.sync _|p, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(is_elected)::"memory");
-  return is_elected != 0;
-}
-
 // ---- block --------------------------------------------------------------------------------------
 
 DC_DEVICE void sync_block() { __syncthreads(); }
@@ -321,6 +300,7 @@ DC_DEVICE void arrive_named(int barrier, int num_threads) {
 }
 
 // ---- bulk copies --------------------------------------------------------------------------------
+// The rest is in cuda_sm80.cuh and cuda_sm90.cuh.
 
 using Mbarrier = uint64_t;
 
@@ -329,70 +309,10 @@ DC_DEVICE void mbarrier_init(Mbarrier* mbarrier, int num_arrivals) {
                "r"(num_arrivals)
                : "memory");
 }
-// Orders the inits before the async proxy of the bulk copies; cluster is its only scope.
-DC_DEVICE void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 DC_DEVICE void mbarrier_arrive(Mbarrier* mbarrier) {
   asm volatile(
       "mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(detail::smem_address(mbarrier))
       : "memory");
-}
-DC_DEVICE void mbarrier_arrive_expect_tx(Mbarrier* mbarrier, uint32_t num_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   detail::smem_address(mbarrier)),
-               "r"(num_bytes)
-               : "memory");
-}
-// The hardware may suspend the thread for a bounded time before it returns false.
-DC_DEVICE bool mbarrier_try_wait_parity(Mbarrier* mbarrier, uint32_t parity) {
-  uint32_t is_complete;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(is_complete)
-      : "r"(detail::smem_address(mbarrier)), "r"(parity)
-      : "memory");
-  return is_complete != 0;
-}
-
-// Without a cluster launch, a shared::cta address is its own shared::cluster address.
-DC_DEVICE void bulk_load(void* smem_dst, const void* global_src, uint32_t num_bytes,
-                         Mbarrier* mbarrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(detail::smem_address(smem_dst)),
-      "l"(global_src), "r"(num_bytes), "r"(detail::smem_address(mbarrier))
-      : "memory");
-}
-DC_DEVICE void bulk_store(void* global_dst, const void* smem_src, uint32_t num_bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global_dst),
-               "r"(detail::smem_address(smem_src)), "r"(num_bytes)
-               : "memory");
-}
-DC_DEVICE void bulk_prefetch(const void* global_src, uint32_t num_bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global_src), "r"(num_bytes));
-}
-DC_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int N>
-DC_DEVICE void bulk_wait_read() {
-  static_assert(N >= 0);
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-template <int N>
-DC_DEVICE void bulk_wait() {
-  static_assert(N >= 0);
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
-}
-
-// ---- launches -----------------------------------------------------------------------------------
-
-DC_DEVICE void await_earlier_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DC_DEVICE void allow_later_launch() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // ---- waiting, time ------------------------------------------------------------------------------
@@ -439,6 +359,12 @@ DC_HOST_DEVICE constexpr bool fault(Fault) { return false; }
 #undef DC_CLOBBERS_NOTHING
 
 }  // namespace deep_comm::arch
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#include "cuda_sm80.cuh"
+#else
+#include "cuda_sm90.cuh"
+#endif
 
 #if DEEP_COMM_RAIL_NVSHMEM
 #include "cuda_rail_nvshmem.cuh"

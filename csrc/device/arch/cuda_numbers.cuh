@@ -23,12 +23,6 @@ DC_DEVICE Fp16 float_to_fp16(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
   return result;
 }
-// Needs sm_89.
-DC_DEVICE uint16_t floats_to_e4m3x2(float low, float high) {
-  uint16_t result;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
-  return result;
-}
 DC_DEVICE uint32_t max_bf16x2(uint32_t left, uint32_t right) {
   uint32_t result;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(left), "r"(right));

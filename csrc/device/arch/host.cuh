@@ -499,9 +499,6 @@ inline void mbarrier_init(Mbarrier* barrier, int num_arrivals) {
 }
 inline void fence_mbarrier_init() {}  // an mbarrier is plain memory of its block here
 inline void mbarrier_arrive(Mbarrier* barrier) { simt::mbarrier_arrive(barrier, 0); }
-inline void mbarrier_arrive_expect_tx(Mbarrier* barrier, uint32_t num_bytes) {
-  simt::mbarrier_arrive(barrier, num_bytes);
-}
 inline bool mbarrier_try_wait_parity(Mbarrier* barrier, uint32_t parity,
                                      simt::CallSite site = simt::CallSite::here()) {
   if (detail::Site{"mbarrier_try_wait_parity", site}.is_left_out()) return true;

@@ -63,7 +63,6 @@ DC_DEVICE void push_rows(const PushRowsArgs& args) {
   auto load_next = [&] {
     if (load_row >= num_rows) return;
     const uint32_t stage = num_loads++ % kPushStages;
-    arch::mbarrier_arrive_expect_tx(barriers + stage, args.row_bytes);
     arch::bulk_load(stages + stage * args.row_bytes, args.src + load_row * args.row_bytes,
                     args.row_bytes, barriers + stage);
     load_row += step;

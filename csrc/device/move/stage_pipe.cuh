@@ -83,7 +83,6 @@ class StagePipe {
   // Leader, after make_room of all storing lanes.
   DC_DEVICE void load(const uint8_t* src, int num_bytes) {
     arch::Mbarrier* barrier = barriers_ + load_slot_.stage;
-    arch::mbarrier_arrive_expect_tx(barrier, num_bytes);
     arch::bulk_load(stages_ + load_slot_.stage * stage_bytes_, src, num_bytes, barrier);
   }
   DC_DEVICE void advance_load() {

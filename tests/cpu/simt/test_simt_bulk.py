@@ -12,16 +12,8 @@ ONE = Shape(1, 1)
 @on_every_machine
 def test_mbarrier_phases(machine: str) -> None:
     memory = run_on(machine, "mbarrier_phases", shape=ONE)
-    # fresh; one of two arrivals; complete; next phase; bytes outstanding; complete again
+    # fresh; one of two arrivals; complete; next phase; one arrival, with bytes; complete again
     assert memory[:8].tolist() == [1, 0, 0, 1, 0, 0, 1, 0]
-
-
-@on_every_machine
-def test_bytes_may_land_before_they_are_expected(machine: str) -> None:
-    memory = words()
-    memory[64:72] = np.arange(70, 78)
-    run_on(machine, "mbarrier_early_bytes", shape=ONE, memory=memory)
-    assert memory[:2].tolist() == [0, 77]
 
 
 @on_every_machine
