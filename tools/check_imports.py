@@ -26,17 +26,19 @@ LEVELS = (
     ("errors",),
     ("settings",),
     ("events", "local", "processes", "ranks", "trace"),
-    ("backends", "config", "reference"),
+    ("backends", "config", "launch", "reference"),
     ("handle", "tuning"),
     ("context",),
     ("low_latency", "normal"),
     ("internode",),
     ("buffer",),
     ("layer",),
+    ("_public",),
     (PACKAGE,),
     ("compat", "scale", "simulate"),
     ("bench", "doctor", "integrations"),
-    ("demo", "examples"),
+    ("demo", "examples", "tune"),
+    ("__main__",),
 )
 LEVEL_OF = {entry: level for level, entries in enumerate(LEVELS) for entry in entries}
 

@@ -101,7 +101,7 @@ class ExpertParallel:
             max_tokens: the most tokens that a rank may have in a call.
             decode_tokens: M, the most that "decode" takes, and where "auto" ends decode. At most
                 max_tokens. Default: DEEP_COMM_DECODE_TOKENS, else what was measured for such a
-                layer on such a machine (``python -m deep_comm.bench --mode layer --store``), else
+                layer on such a machine (``deep_comm bench --mode layer --store``), else
                 128.
             mode: "auto", "prefill" or "decode".
             dtype: of tokens and results. Low-latency mode needs bfloat16.

@@ -167,7 +167,8 @@ TUNE_FILE: Variable[str | None] = Variable(
     "DEEP_COMM_TUNE_FILE",
     "a path",
     None,
-    "what tools/tune has measured and Buffers read; unset: deep_comm/tune.json in the cache folder",
+    "what deep_comm tune has measured and Buffers read; unset: deep_comm/tune.json in the cache "
+    "folder",
     str,
 )
 POISON: Variable[bool] = Variable(
