@@ -29,6 +29,13 @@ from deep_comm.errors import (
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.handle import Handle, InternodeHandle
 from deep_comm.layer import ExpertBatch, ExpertParallel
+from deep_comm.results import (
+    CombineResult,
+    DispatchLayout,
+    DispatchResult,
+    LowLatencyCombineResult,
+    LowLatencyDispatchResult,
+)
 
 topk_idx_t: torch.dtype = torch.int64
 """The usual dtype of topk_idx; int32 is taken as well."""
@@ -43,9 +50,12 @@ __all__ = [
     "BufferTooSmall",
     "CallInterrupted",
     "CapacityError",
+    "CombineResult",
     "Config",
     "ConfigMismatch",
     "DeepCommError",
+    "DispatchLayout",
+    "DispatchResult",
     "EventHandle",
     "EventOverlap",
     "ExpertBatch",
@@ -54,6 +64,8 @@ __all__ = [
     "Handle",
     "HandleMismatch",
     "InternodeHandle",
+    "LowLatencyCombineResult",
+    "LowLatencyDispatchResult",
     "MaskedOut",
     "PeerLost",
     "PeerTimeout",

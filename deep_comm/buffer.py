@@ -84,9 +84,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     Examples:
         >>> shape = dict(hidden=H, num_experts=E, num_topk=K, max_tokens=T)
         >>> with deep_comm.Buffer.for_shape(group, **shape, device="cpu") as buffer:
-        ...     recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        ...     sent = buffer.dispatch(
         ...         x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
-        ...     combined_x, _, event = buffer.combine(recv_x, handle)
+        ...     y = buffer.combine(sent.recv_x, sent.handle).combined_x
     """
 
     def __init__(

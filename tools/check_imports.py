@@ -28,7 +28,7 @@ LEVELS = (
     ("events", "local", "processes", "ranks", "trace"),
     ("backends", "config", "launch", "reference"),
     ("handle", "tuning"),
-    ("context",),
+    ("context", "results"),
     ("low_latency", "normal"),
     ("internode",),
     ("buffer",),
