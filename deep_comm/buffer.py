@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import inspect
 import warnings
 import weakref
@@ -232,6 +233,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         device: torch.device | str | int | None = None,
         ranks_per_node: int | None = None,
         timeout_s: float | None = None,
+        **options: Any,
     ) -> Buffer:
         """Build a Buffer that is large enough for calls of this shape. Collective over the group.
 
@@ -251,9 +253,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 Low-latency calls need bfloat16.
             dtype: of tokens and results.
             fp8: dispatch sends float8_e4m3 with a float32 scale for 128 columns.
+            options: what else the constructor takes and the shape does not decide, such as
+                enable_shrink, trace or num_qps_per_rank.
 
         Raises:
-            ArgumentError: a size is out of range; on this rank.
+            ArgumentError: a size is out of range, or there is no such option; on this rank.
             As the constructor.
 
         Examples:
@@ -265,6 +269,12 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             decode_tokens = preset_decode_tokens(max_tokens)
         shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
         require_mode(mode, shape)
+        for name in options:
+            _require_option(name)
+        if options.get("enable_shrink") and mode == "prefill":
+            raise ArgumentError(
+                "enable_shrink", True, 'needs low-latency calls, which mode "prefill" lacks'
+            )
         device = resolve_device(device)
         rendezvous = Rendezvous(group, comm).meet(timeout_s)
         num_nodes = rendezvous.topology(ranks_per_node).num_nodes
@@ -280,6 +290,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             timeout_s=timeout_s,
             num_max_experts=num_experts,
             num_direct_bytes=memory.receive_region,
+            **options,
         )
         buffer.memory = memory
         return buffer
@@ -546,6 +557,21 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             shape.numel() * dtype.itemsize,
         )
         return memory.view(dtype).view(shape)
+
+
+_DECIDED = ("num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_max_experts",
+            "num_direct_bytes")  # fmt: skip
+_OPTIONS = tuple(inspect.signature(Buffer.__init__).parameters)[2:]  # without self and group
+
+
+def _require_option(name: str) -> None:
+    """Of for_shape, before ranks meet: one that fails alone would let the others wait."""
+    if name in _DECIDED:
+        raise ArgumentError(name, None, "follows from the shape; the constructor takes it")
+    if name not in _OPTIONS:
+        nearest = difflib.get_close_matches(name, _OPTIONS, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ArgumentError(name, None, f"is no option of Buffer{hint}")
 
 
 # Python's own errors, of a misspelt keyword for one, name the class that callers know.
