@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from deep_comm._version import __version__ as __version__
@@ -49,8 +50,11 @@ def __getattr__(name: str) -> Any:
     absent = AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name.startswith("__") and name != "__all__":
         raise absent
-    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        return _load(f"{__name__}.{name}")
+    module = f"{__name__}.{name}"
+    if sys.modules.get(module) is not None:  # a stand-in, which has no spec
+        return sys.modules[module]
+    if importlib.util.find_spec(module) is not None:
+        return _load(module)
     if name == "_core":
         raise explained(ImportError(name=f"{__name__}._core"))
     if name.startswith("_") and name != "__all__":
