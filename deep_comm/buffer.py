@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import functools
 import inspect
+import logging
+import os
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import config as configs
+from deep_comm import log
 from deep_comm._version import __version__
 from deep_comm.backends import resolve_device
 from deep_comm.config import Config
@@ -184,6 +188,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             rail=rail,
             trace_calls=env.TRACE.get() if trace is None else trace,
         )
+        log.set_up()
         self._context = Context(group, comm, settings)
         self._enable_low_latency()
         self._finalizer = weakref.finalize(self, self._context.close)
@@ -207,6 +212,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             self._context.backend.max_sms,
             is_internode=self._context.topology.num_nodes > 1,
         )
+        if log.logger.isEnabledFor(logging.INFO):  # text: a record must not keep the Buffer
+            log.logger.info(_described(self))
+        log.show_calls(self, _SHOWN_CALLS, functools.partial(_stats_of, self._context))
         if self._context.sharing_ranks:
             warnings.warn(
                 f"ranks {', '.join(map(str, self._context.sharing_ranks))} of this Buffer share a "
@@ -380,6 +388,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         """
         self._context.reset(without)
         self._low_latency.forget_pending()
+        log.logger.info("%s is reset; absent ranks: %s", repr(self), sorted(self._context.absent))
 
     def check(self) -> None:
         """Raise what a kernel of this rank recorded, if any has failed. Does not wait.
@@ -401,7 +410,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             >>> if buffer.stats().dispatch_rings > 0:
             ...     print("more num_nvl_bytes:", buffer.stats().missing_bytes)
         """
-        return BufferStats.of(self._context.native_calls, self._context.num_direct_bytes)
+        return _stats_of(self._context)
 
     def trace(self) -> Recording:
         """Return what the blocks of this rank noted in the last calls; see deep_comm.trace.
@@ -557,6 +566,31 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             shape.numel() * dtype.itemsize,
         )
         return memory.view(dtype).view(shape)
+
+
+_SHOWN_CALLS = (
+    "get_dispatch_layout", "dispatch", "combine", "internode_dispatch", "internode_combine",
+    "low_latency_dispatch", "low_latency_combine", "barrier",
+)  # fmt: skip
+
+
+def _stats_of(context: Context) -> BufferStats:
+    return BufferStats.of(context.native_calls, context.num_direct_bytes)
+
+
+def _described(buffer: Buffer) -> str:
+    context, mib = buffer._context, 1 << 20
+    topology, nodes = context.topology, "one node"
+    if topology.num_nodes > 1:
+        nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node}, rail {context.rail}"
+    modes = "normal and low-latency calls" if buffer.low_latency_mode else "normal calls"
+    return (
+        f"{buffer!r} of deep_comm {__version__} is built: {nodes}; {modes}; "
+        f"{context.heap.num_bytes / mib:.1f} MiB, of which normal mode "
+        f"{buffer.num_nvl_bytes / mib:.1f} (receive region {context.num_direct_bytes / mib:.1f}), "
+        f"low latency {context.low_latency_bytes / mib:.1f}, between nodes "
+        f"{context.num_rdma_bytes / mib:.1f}; from {os.path.dirname(__file__)}"
+    )
 
 
 _DECIDED = ("num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_max_experts",

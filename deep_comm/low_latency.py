@@ -10,6 +10,7 @@ from deep_comm.context import Context
 from deep_comm.context.low_latency_region import LowLatencyRegion, native_calls, region_bytes
 from deep_comm.errors import ArgumentError
 from deep_comm.handle import LowLatencyHandle
+from deep_comm.log import logger
 from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
 from deep_comm.results import LowLatencyCombineResult, LowLatencyDispatchResult, named
 from deep_comm.settings import integers
@@ -344,6 +345,7 @@ class LowLatencyCalls:
                     handle.rows_shape, dtype=torch.bfloat16, device=self._context.device
                 )
             self._low_latency.keep_combine_buffer(handle, buffer)
+            logger.info("%s adds %d bytes for combine(zero_copy=True)", repr(self), buffer.nbytes)
         return buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -364,6 +366,7 @@ class LowLatencyCalls:
             ...     buffer.low_latency_update_mask_buffer(rank_to_mask=(rank + 1) % R, mask=False)
         """
         self._low_latency_region.update_mask(rank_to_mask, mask)
+        logger.info("%s %s rank %d", repr(self), "masks" if mask else "takes back", rank_to_mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Write which ranks low-latency calls leave out.
@@ -408,3 +411,4 @@ class LowLatencyCalls:
             ...     buffer.low_latency_clean_mask_buffer()
         """
         self._low_latency_region.clean_mask()
+        logger.info("%s takes back all ranks", repr(self))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle, InternodeHandle, LowLatencyHandle
+from deep_comm.log import brief
 
 Hook = Callable[[], None]
 
@@ -20,19 +21,9 @@ named = tuple.__new__
 """``named(DispatchResult, items)``: a fifth of a microsecond less than DispatchResult(*items)."""
 
 
-def _item(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_item, value))})"
-    if isinstance(value, list) and len(value) > 8:
-        return f"[{len(value)} items]"
-    return "hook" if callable(value) and not isinstance(value, type) else repr(value)
-
-
 def _short(self: Any) -> str:
     """Shapes instead of contents."""
-    items = (f"{name}={_item(value)}" for name, value in zip(self._fields, self, strict=True))
+    items = (f"{name}={brief(value)}" for name, value in zip(self._fields, self, strict=True))
     return f"{type(self).__name__}({', '.join(items)})"
 
 

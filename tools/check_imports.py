@@ -25,7 +25,7 @@ LEVELS = (
     ("_core", "_cuda", "_nvshmem", "_version"),
     ("errors",),
     ("settings",),
-    ("events", "local", "processes", "ranks", "trace"),
+    ("events", "local", "log", "processes", "ranks", "trace"),
     ("backends", "config", "launch", "reference"),
     ("handle", "tuning"),
     ("context", "results"),

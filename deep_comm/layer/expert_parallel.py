@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from deep_comm import log
 from deep_comm.buffer import Buffer
 from deep_comm.context.shape import (
     DEFAULT_DECODE_TOKENS,
@@ -26,6 +27,8 @@ from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
 from deep_comm.layer.steps import Experts, Steps
+
+_SHOWN_CALLS = ("forward", "dispatch", "dispatch_async", "combine", "combine_async")
 
 
 def _hooked(register: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,6 +168,8 @@ class ExpertParallel(torch.nn.Module):
             max_recv_rows = construction.most_rows(self.shape, num_ranks, expert_alignment)
         self._steps = Steps(buffer, self.shape, expert_alignment, max_recv_rows, can_decode)
         self._key = ops.register(self)
+        log.logger.info("%s is built over %s", repr(self), repr(buffer))
+        log.show_calls(self, _SHOWN_CALLS, buffer.stats)
 
     def extra_repr(self) -> str:
         shape = self.shape
