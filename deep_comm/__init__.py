@@ -3,73 +3,69 @@
 ``Buffer`` is where to start, ``ExpertParallel`` the layer over it that suits every batch size.
 ``deep_comm.local`` runs ranks as threads of one process, ``deep_comm.simulate`` under a seeded
 scheduler, ``deep_comm.reference`` says what results must be.
+
+``import deep_comm`` alone loads neither torch nor the native module: the first use of a name does.
+So ``deep_comm doctor`` and every ``--help`` work without them.
 """
 
 from __future__ import annotations
 
-import torch
+import importlib
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
 
-from deep_comm import errors
-from deep_comm._version import __version__
-from deep_comm.backends import Availability, is_available
-from deep_comm.buffer import Buffer
-from deep_comm.config import Config
-from deep_comm.context.stats import BufferStats, PerformanceWarning
-from deep_comm.errors import (
-    AllocationError,
-    ArgumentError,
-    BufferDestroyed,
-    BufferTooSmall,
-    CallInterrupted,
-    CapacityError,
-    ConfigMismatch,
-    DeepCommError,
-    ExpertIndexError,
-    HandleMismatch,
-    MaskedOut,
-    PeerLost,
-    PeerTimeout,
-    TopologyError,
-    UnsupportedArgument,
-    UnsupportedError,
+from deep_comm._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from deep_comm import errors as errors
+    from deep_comm._public import *  # noqa: F403
+
+NO_TORCH = "deep_comm needs torch: pip install torch (https://pytorch.org/get-started for GPUs)"
+NOT_BUILT = (
+    "deep_comm is not built: it has no native module beside {folder}. In a checkout, run "
+    "`pip install -e .`; to use an installed deep_comm, start Python in another folder"
 )
-from deep_comm.events import EventHandle, EventOverlap
-from deep_comm.handle import Handle, InternodeHandle
-from deep_comm.layer import ExpertBatch, ExpertParallel
 
-topk_idx_t: torch.dtype = torch.int64
-"""The usual dtype of topk_idx; int32 is taken as well."""
 
-__all__ = [
-    "AllocationError",
-    "ArgumentError",
-    "Availability",
-    "Buffer",
-    "BufferDestroyed",
-    "BufferStats",
-    "BufferTooSmall",
-    "CallInterrupted",
-    "CapacityError",
-    "Config",
-    "ConfigMismatch",
-    "DeepCommError",
-    "EventHandle",
-    "EventOverlap",
-    "ExpertBatch",
-    "ExpertIndexError",
-    "ExpertParallel",
-    "Handle",
-    "HandleMismatch",
-    "InternodeHandle",
-    "MaskedOut",
-    "PeerLost",
-    "PeerTimeout",
-    "PerformanceWarning",
-    "TopologyError",
-    "UnsupportedArgument",
-    "UnsupportedError",
-    "__version__",
-    "errors",
-    "is_available",
-    "topk_idx_t",
-]
+def explained(error: ImportError) -> ImportError:
+    """The error, or one that says what to install where torch or the native module is missing."""
+    if error.name == "torch":
+        return ImportError(NO_TORCH, name="torch")
+    if error.name == f"{__name__}._core":
+        return ImportError(NOT_BUILT.format(folder=os.path.dirname(__file__)), name=error.name)
+    return error
+
+
+def _load(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise explained(error) from None
+
+
+def __getattr__(name: str) -> Any:
+    """A module of the package, or a name of ``_public``, on its first use."""
+    absent = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("__") and name != "__all__":
+        raise absent
+    module = f"{__name__}.{name}"
+    if sys.modules.get(module) is not None:  # a stand-in, which has no spec
+        return sys.modules[module]
+    if importlib.util.find_spec(module) is not None:
+        return _load(module)
+    if name == "_core":
+        raise explained(ImportError(name=f"{__name__}._core"))
+    if name.startswith("_") and name != "__all__":
+        raise absent
+    public = _load(f"{__name__}._public")
+    found = {each: getattr(public, each) for each in public.__all__}
+    globals().update(found, __all__=[*public.__all__, "__version__", "errors"])
+    if name not in globals():
+        raise absent
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_load(f"{__name__}._public").__all__})

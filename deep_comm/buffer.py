@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import difflib
+import functools
 import inspect
+import logging
+import os
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import config as configs
+from deep_comm import log
 from deep_comm._version import __version__
 from deep_comm.backends import resolve_device
 from deep_comm.backends.architectures import runs_on
@@ -85,9 +90,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     Examples:
         >>> shape = dict(hidden=H, num_experts=E, num_topk=K, max_tokens=T)
         >>> with deep_comm.Buffer.for_shape(group, **shape, device="cpu") as buffer:
-        ...     recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        ...     sent = buffer.dispatch(
         ...         x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
-        ...     combined_x, _, event = buffer.combine(recv_x, handle)
+        ...     y = buffer.combine(sent.recv_x, sent.handle).combined_x
     """
 
     def __init__(
@@ -184,6 +189,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             rail=rail,
             trace_calls=env.TRACE.get() if trace is None else trace,
         )
+        log.set_up()
         self._context = Context(group, comm, settings)
         self._enable_low_latency()
         self._finalizer = weakref.finalize(self, self._context.close)
@@ -207,6 +213,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             self._context.backend.max_sms,
             is_internode=self._context.topology.num_nodes > 1,
         )
+        if log.logger.isEnabledFor(logging.INFO):  # text: a record must not keep the Buffer
+            log.logger.info(_described(self))
+        log.show_calls(self, _SHOWN_CALLS, functools.partial(_stats_of, self._context))
         if self._context.sharing_ranks:
             warnings.warn(
                 f"ranks {', '.join(map(str, self._context.sharing_ranks))} of this Buffer share a "
@@ -233,6 +242,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         device: torch.device | str | int | None = None,
         ranks_per_node: int | None = None,
         timeout_s: float | None = None,
+        **options: Any,
     ) -> Buffer:
         """Build a Buffer that is large enough for calls of this shape. Collective over the group.
 
@@ -252,9 +262,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 Low-latency calls need bfloat16.
             dtype: of tokens and results.
             fp8: dispatch sends float8_e4m3 with a float32 scale for 128 columns.
+            options: what else the constructor takes and the shape does not decide, such as
+                enable_shrink, trace or num_qps_per_rank.
 
         Raises:
-            ArgumentError: a size is out of range; on this rank.
+            ArgumentError: a size is out of range, or there is no such option; on this rank.
             As the constructor.
 
         Examples:
@@ -266,6 +278,12 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             decode_tokens = preset_decode_tokens(max_tokens)
         shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
         require_mode(mode, shape)
+        for name in options:
+            _require_option(name)
+        if options.get("enable_shrink") and mode == "prefill":
+            raise ArgumentError(
+                "enable_shrink", True, 'needs low-latency calls, which mode "prefill" lacks'
+            )
         device = resolve_device(device)
         rendezvous = Rendezvous(group, comm).meet(timeout_s)
         num_nodes = rendezvous.topology(ranks_per_node).num_nodes
@@ -281,6 +299,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             timeout_s=timeout_s,
             num_max_experts=num_experts,
             num_direct_bytes=memory.receive_region,
+            **options,
         )
         buffer.memory = memory
         return buffer
@@ -370,6 +389,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         """
         self._context.reset(without)
         self._low_latency.forget_pending()
+        log.logger.info("%s is reset; absent ranks: %s", repr(self), sorted(self._context.absent))
 
     def check(self) -> None:
         """Raise what a kernel of this rank recorded, if any has failed. Does not wait.
@@ -391,7 +411,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             >>> if buffer.stats().dispatch_rings > 0:
             ...     print("more num_nvl_bytes:", buffer.stats().missing_bytes)
         """
-        return BufferStats.of(self._context.native_calls, self._context.num_direct_bytes)
+        return _stats_of(self._context)
 
     def trace(self) -> Recording:
         """Return what the blocks of this rank noted in the last calls; see deep_comm.trace.
@@ -547,6 +567,46 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             shape.numel() * dtype.itemsize,
         )
         return memory.view(dtype).view(shape)
+
+
+_SHOWN_CALLS = (
+    "get_dispatch_layout", "dispatch", "combine", "internode_dispatch", "internode_combine",
+    "low_latency_dispatch", "low_latency_combine", "barrier",
+)  # fmt: skip
+
+
+def _stats_of(context: Context) -> BufferStats:
+    return BufferStats.of(context.native_calls, context.num_direct_bytes)
+
+
+def _described(buffer: Buffer) -> str:
+    context, mib = buffer._context, 1 << 20
+    topology, nodes = context.topology, "one node"
+    if topology.num_nodes > 1:
+        nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node}, rail {context.rail}"
+    modes = "normal and low-latency calls" if buffer.low_latency_mode else "normal calls"
+    return (
+        f"{buffer!r} of deep_comm {__version__} is built: {nodes}; {modes}; "
+        f"{context.heap.num_bytes / mib:.1f} MiB, of which normal mode "
+        f"{buffer.num_nvl_bytes / mib:.1f} (receive region {context.num_direct_bytes / mib:.1f}), "
+        f"low latency {context.low_latency_bytes / mib:.1f}, between nodes "
+        f"{context.num_rdma_bytes / mib:.1f}; from {os.path.dirname(__file__)}"
+    )
+
+
+_DECIDED = ("num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_max_experts",
+            "num_direct_bytes")  # fmt: skip
+_OPTIONS = tuple(inspect.signature(Buffer.__init__).parameters)[2:]  # without self and group
+
+
+def _require_option(name: str) -> None:
+    """Of for_shape, before ranks meet: one that fails alone would let the others wait."""
+    if name in _DECIDED:
+        raise ArgumentError(name, None, "follows from the shape; the constructor takes it")
+    if name not in _OPTIONS:
+        nearest = difflib.get_close_matches(name, _OPTIONS, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ArgumentError(name, None, f"is no option of Buffer{hint}")
 
 
 # Python's own errors, of a misspelt keyword for one, name the class that callers know.

@@ -63,7 +63,7 @@ class TopologyError(DeepCommError):
     """The group does not fit the machine, or what this version supports.
 
     What to do: put equal numbers of consecutive ranks on every host, or pass ranks_per_node;
-    ``python -m deep_comm.doctor`` shows which GPUs reach each other.
+    ``deep_comm doctor`` shows which GPUs reach each other.
     """
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -11,15 +9,11 @@ from deep_comm import _core
 from deep_comm.context import Context
 from deep_comm.context.low_latency_region import LowLatencyRegion, native_calls, region_bytes
 from deep_comm.errors import ArgumentError
-from deep_comm.events import EventOverlap
 from deep_comm.handle import LowLatencyHandle
+from deep_comm.log import logger
 from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
+from deep_comm.results import LowLatencyCombineResult, LowLatencyDispatchResult, named
 from deep_comm.settings import integers
-
-Hook = Callable[[], None]
-Payload = Tensor | tuple[Tensor, Tensor]
-DispatchResult = tuple[Payload, Tensor, LowLatencyHandle, EventOverlap, Hook | None]
-CombineResult = tuple[Tensor, EventOverlap, Hook | None]
 
 _MOST_TOKENS = 65535  # of a rank in a call
 
@@ -165,7 +159,7 @@ class LowLatencyCalls:
         report_num_tokens: bool = False,
         use_nvfp4: bool = False,
         x_global_scale: Tensor | None = None,
-    ) -> DispatchResult:
+    ) -> LowLatencyDispatchResult:
         """Send each token to the ranks of its experts, once per rank. Collective.
 
         Args:
@@ -200,6 +194,7 @@ class LowLatencyCalls:
                 captured.
 
         Returns:
+            LowLatencyDispatchResult, a named tuple:
             recv_x: [L, R * M, H]: the rows of an expert, sorted by (source rank, source token). The
                 first recv_count rows of an expert count. With use_fp8 (recv_x, scales), scales [L,
                 R * M, S] stored by column. Compact: [R * M, H], rows sorted by (source rank, source
@@ -222,20 +217,20 @@ class LowLatencyCalls:
             MaskedOut: the other ranks go on without this one (enable_shrink).
 
         Examples:
-            >>> recv_x, recv_count, handle, event, hook = buffer.low_latency_dispatch(
+            >>> sent = buffer.low_latency_dispatch(
             ...     x, topk_idx, M, E, use_fp8=False, return_recv_hook=True)
-            >>> shared = x * 2  # anything that does not need recv_x
-            >>> hook()
-            >>> combined_x, event, _ = buffer.low_latency_combine(
-            ...     recv_x, topk_idx, topk_weights, handle)
+            >>> shared = x * 2  # anything that does not need sent.recv_x
+            >>> sent.hook()
+            >>> y = buffer.low_latency_combine(
+            ...     sent.recv_x, topk_idx, topk_weights, sent.handle).combined_x
         """
-        made: DispatchResult = self._dispatch_low_latency(
+        made = self._dispatch_low_latency(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
             cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
             round_scale, use_ue8m0, async_finish, return_recv_hook, topk_weights, compact,
             report_num_tokens, use_nvfp4, x_global_scale,
         )  # fmt: skip
-        return made
+        return named(LowLatencyDispatchResult, made)
 
     def wait_low_latency_num_tokens(self) -> int:
         """Return the most tokens that any rank had in the last dispatch with ``report_num_tokens``.
@@ -267,7 +262,7 @@ class LowLatencyCalls:
         combine_wait_recv_cost_stats: Tensor | None = None,
         *,
         one_rounding: bool = False,
-    ) -> CombineResult:
+    ) -> LowLatencyCombineResult:
         """Return the weighted sum of the experts' rows of each token, at its source. Collective.
 
         **Rounding.** The rank of the experts adds weight * row over a token's selections there: in
@@ -301,6 +296,7 @@ class LowLatencyCalls:
                 size hint where K > R, with them always. Equal on all ranks.
 
         Returns:
+            LowLatencyCombineResult, a named tuple:
             combined_x: bfloat16 [T, H].
             event: EventOverlap; empty without async_finish.
             hook: as of low_latency_dispatch. The send phase waits for its peers' send phases,
@@ -312,17 +308,17 @@ class LowLatencyCalls:
             ConfigMismatch, PeerTimeout, MaskedOut: as of low_latency_dispatch.
 
         Examples:
-            >>> recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
+            >>> sent = buffer.low_latency_dispatch(
             ...     x, topk_idx, M, E, use_fp8=False, topk_weights=topk_weights)
-            >>> combined_x, event, hook = buffer.low_latency_combine(
-            ...     recv_x, topk_idx, None, handle, return_recv_hook=True)
-            >>> hook()
+            >>> combined = buffer.low_latency_combine(
+            ...     sent.recv_x, topk_idx, None, sent.handle, return_recv_hook=True)
+            >>> combined.hook()
         """
-        made: CombineResult = self._combine_low_latency(
+        made = self._combine_low_latency(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish,
             return_recv_hook, out, combine_wait_recv_cost_stats, one_rounding,
         )  # fmt: skip
-        return made
+        return named(LowLatencyCombineResult, made)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return where to write the rows for combine(zero_copy=True): bfloat16, shaped like recv_x.
@@ -349,6 +345,7 @@ class LowLatencyCalls:
                     handle.rows_shape, dtype=torch.bfloat16, device=self._context.device
                 )
             self._low_latency.keep_combine_buffer(handle, buffer)
+            logger.info("%s adds %d bytes for combine(zero_copy=True)", repr(self), buffer.nbytes)
         return buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -369,6 +366,7 @@ class LowLatencyCalls:
             ...     buffer.low_latency_update_mask_buffer(rank_to_mask=(rank + 1) % R, mask=False)
         """
         self._low_latency_region.update_mask(rank_to_mask, mask)
+        logger.info("%s %s rank %d", repr(self), "masks" if mask else "takes back", rank_to_mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Write which ranks low-latency calls leave out.
@@ -413,3 +411,4 @@ class LowLatencyCalls:
             ...     buffer.low_latency_clean_mask_buffer()
         """
         self._low_latency_region.clean_mask()
+        logger.info("%s takes back all ranks", repr(self))

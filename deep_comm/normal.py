@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +12,8 @@ from deep_comm.config import Config
 from deep_comm.context import Context
 from deep_comm.events import EventOverlap, event_of_call
 from deep_comm.handle import Handle, InternodeHandle
+from deep_comm.results import CombineResult, DispatchLayout, DispatchResult, named
 from deep_comm.tuning import DEFAULT_NUM_SMS, DefaultConfig, Defaults
-
-# `| Any`: what an item is follows from the arguments, and callers know it.
-DispatchResult = tuple[
-    Tensor | Any,
-    Tensor | Any,
-    Tensor | Any,
-    list[int] | Any,
-    Handle | InternodeHandle | Any,
-    EventOverlap,
-]
 
 
 def _warn_of_lost_gradient(call: str) -> None:
@@ -59,7 +49,7 @@ class NormalCalls:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+    ) -> DispatchLayout:
         """Count the tokens that go to each rank and expert. Local: no peer takes part.
 
         Args:
@@ -69,12 +59,8 @@ class NormalCalls:
             previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
 
         Returns:
-            num_tokens_per_rank: int32 [R]; a token counts once per rank.
-            num_tokens_per_rdma_rank: int32 [nodes]; a token counts once per node. None inside one
-                node.
-            num_tokens_per_expert: int32 [E]; every selection counts.
-            is_token_in_rank: bool [T, R].
-            event: EventOverlap; empty without async_finish.
+            DispatchLayout, a named tuple: num_tokens_per_rank, num_tokens_per_rdma_rank,
+            num_tokens_per_expert, is_token_in_rank, event.
 
         Raises:
             ArgumentError: nothing was launched.
@@ -82,17 +68,16 @@ class NormalCalls:
                 ranks.
 
         Examples:
-            >>> num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, event = (
-            ...     buffer.get_dispatch_layout(topk_idx, num_experts=E))
+            >>> layout = buffer.get_dispatch_layout(topk_idx, num_experts=E)
+            >>> num_copies = layout.is_token_in_rank.sum()
         """
         event = None
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
-        made: tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]
         made = self._context.get_dispatch_layout(
             topk_idx, num_experts, event, async_finish, allocate_on_comm_stream
         )
-        return made
+        return named(DispatchLayout, made)
 
     def dispatch(
         self,
@@ -164,13 +149,8 @@ class NormalCalls:
                 column, each column at a multiple of 16 bytes (one more pass over the scales).
 
         Returns:
-            recv_x: [N, H], sorted by (source rank, source token); with scales (recv_x, [N, S]).
-            recv_topk_idx: [N, K], local expert indices, -1 where the expert is on another rank; or
-                None.
-            recv_topk_weights: float32 [N, K], 0 where the index is -1; or None.
-            num_recv_tokens_per_expert_list: L ints; [] with num_worst_tokens; None if cached.
-            handle: for combine and cached dispatch; None if cached.
-            event: EventOverlap; empty without async_finish.
+            DispatchResult, a named tuple: recv_x, recv_topk_idx, recv_topk_weights,
+            num_recv_tokens_per_expert_list, handle, event.
 
         Raises:
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
@@ -181,23 +161,25 @@ class NormalCalls:
             CallInterrupted: an earlier call was interrupted; reset() makes the Buffer usable again.
 
         Examples:
-            >>> recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+            >>> sent = buffer.dispatch(
             ...     x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
-            >>> again, *_ = buffer.dispatch(2 * x, handle=handle)  # the same routing, no host wait
+            >>> combined = buffer.combine(sent.recv_x * 2, sent.handle)
+            >>> again = buffer.dispatch(2 * x, handle=sent.handle)  # same routing, no host wait
+            >>> recv_x, recv_idx, recv_weights, counts, handle, event = sent  # it also unpacks
         """
         event = None
         if getattr(x, "requires_grad", False):
             _warn_of_lost_gradient("dispatch")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
-        made: DispatchResult = self._context.dispatch(
+        made = self._context.dispatch(
             x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank,
             num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens,
             config, event, async_finish, allocate_on_comm_stream, num_experts, zero_tail, expand,
             zero_padding, use_fp8, round_scale, use_ue8m0, column_major_scales,
             None if config is not None else self._default("dispatch"),
         )  # fmt: skip
-        return made
+        return named(DispatchResult, made)
 
     def combine(
         self,
@@ -212,7 +194,7 @@ class NormalCalls:
         *,
         apply_weights: bool = False,
         topk_idx: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | Any, EventOverlap]:
+    ) -> CombineResult:
         """Send rows back to their source and sum those of each token. Collective.
 
         The sum runs in float32, from the biases over the ranks that got the token, ascending, and
@@ -237,29 +219,28 @@ class NormalCalls:
             previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
 
         Returns:
-            combined_x: [T, H] of the dtype of x.
-            combined_topk_weights: float32 [T, K], or None.
-            event: EventOverlap; empty without async_finish.
+            CombineResult, a named tuple: combined_x, combined_topk_weights, event.
 
         Raises:
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
             ConfigMismatch, PeerTimeout, MaskedOut: as dispatch.
 
         Examples:
-            >>> recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(
+            >>> sent = buffer.dispatch(
             ...     x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=E)
-            >>> combined_x, combined_weights, event = buffer.combine(recv_x, handle, recv_weights)
+            >>> combined = buffer.combine(sent.recv_x, sent.handle, sent.recv_topk_weights)
+            >>> y, weights = combined.combined_x, combined.combined_topk_weights
         """
         event = None
         if getattr(x, "requires_grad", False):
             _warn_of_lost_gradient("combine")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
-        made: tuple[Tensor, Tensor | Any, EventOverlap] = self._context.combine(
+        made = self._context.combine(
             x, handle, topk_weights, bias, config, event, async_finish, allocate_on_comm_stream,
             apply_weights, topk_idx, None if config is not None else self._default("combine"),
         )  # fmt: skip
-        return made
+        return named(CombineResult, made)
 
     def barrier(self) -> None:
         """Let the ranks' streams wait for each other. Collective.

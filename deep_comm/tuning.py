@@ -173,7 +173,7 @@ def _read(
         return list(entries)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if is_named:
-            rule = f"must be a file that tools/tune wrote ({type(error).__name__}: {error})"
+            rule = f"must be a file that deep_comm tune wrote ({type(error).__name__}: {error})"
             raise ArgumentError(env.TUNE_FILE.name, str(path), rule) from error
         return []
 

@@ -1,1 +1,1 @@
-"""``python -m deep_comm.bench``: correctness first, then time; a table and, if asked, JSON."""
+"""``deep_comm bench``: correctness first, then time; a table and, if asked, JSON."""

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from deep_comm import DeepCommError, ExpertBatch, ExpertParallel, tuning
 from deep_comm.bench.measure import (
-    Effort,
     Graph,
     Timing,
     clock_of,
@@ -43,11 +42,13 @@ from deep_comm.bench.measure import (
     take_samples,
     time_in_turns,
 )
+from deep_comm.bench.names import Effort
 from deep_comm.bench.options import THRESHOLDS, Options
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.report import heading, machine
 from deep_comm.context.shape import DEFAULT_DECODE_TOKENS
 from deep_comm.reference import layer as reference_layer
+from deep_comm.settings.command_line import Progress
 
 TARGET = 1.05  # auto over the better mode
 CHECKED_TOKENS = 16
@@ -268,6 +269,7 @@ class Runner:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._started = time.monotonic()
         self._decoders: dict[int, ExpertParallel] = {}  # the last one, by its decode_tokens
+        self._progress = Progress(self._rank == 0)
 
     def _inputs(self, num_tokens: int) -> Parts:
         options, device = self._options, self._device
@@ -303,6 +305,7 @@ class Runner:
         self, layer: ExpertParallel, parts: Parts, what: str, modes: Sequence[Any] = (None,)
     ) -> Turned:
         """Eager steps of these modes, in turns; None: the layer's own."""
+        self._progress.step(what)
         steps = [self._step(layer, parts, mode) for mode in modes]
         for step in (*steps, *steps):  # auto: the first step may change the mode
             self._check(step(0), parts, what)
@@ -484,7 +487,8 @@ def write(options: Options, figures: Figures, num_ranks: int, *, is_complete: bo
     options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def publish(options: Options, figures: Figures, num_ranks: int) -> None:
+def publish(options: Options, figures: Figures, num_ranks: int) -> str:
+    """The end of the report; returns its gist."""
     print("\n" + verdict(figures.lines, figures.left_out, figures.decode_tokens))
     if figures.measured is not None and figures.measured != figures.decode_tokens:
         print(f"measured: --decode-tokens {figures.measured}")
@@ -500,3 +504,5 @@ def publish(options: Options, figures: Figures, num_ranks: int) -> None:
         tuning.store_decode_tokens(path, f"{name} x {num_ranks}", entry)
         print(f"decode_tokens {figures.measured} stored in {path}")
     write(options, figures, num_ranks, is_complete=not figures.left_out)
+    num_missed = sum(pair.verdict == "MISSED" for line in figures.lines for _, pair in line.pairs)
+    return f"{len(figures.lines)} sizes, 0 wrong, auto {num_missed} times behind its rival"

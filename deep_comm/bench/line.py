@@ -54,7 +54,7 @@ class Line:
         names = ("num_tokens", "dtype", "combine_format", "routing", "row_bytes",
                  "combine_row_bytes")  # fmt: skip
         found |= asdict(self.timing) | {name: getattr(shape, name) for name in names}
-        found |= {"workload": shape.describe(), "num_blocks": self.num_sms}
+        found |= {"workload": shape.describe(), "num_blocks": self.num_sms, "num_wrong": 0}
         if moved is not None:
             wire_rate = self.rate(moved.wire_bytes)
             found |= asdict(moved) | {

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_comm.backends.foreign import bytes_at
-from deep_comm.bench.measure import Effort, Work, gather, require_on_all_ranks, time_over_ranks
+from deep_comm.bench.measure import Work, gather, require_on_all_ranks, time_over_ranks
+from deep_comm.bench.names import Effort
 from deep_comm.bench.payload import integers, same_bits
 
 PUSH_BLOCKS = (8, 24, 64, 132)

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from deep_comm.bench.names import Effort
 from deep_comm.ranks.rendezvous import all_gather_object
 
 T = TypeVar("T")
@@ -66,16 +67,6 @@ def require_on_all_ranks(good: bool, what: str) -> None:
 def nccl_group() -> dist.ProcessGroup:
     """An NCCL group of all ranks; collective when first called."""
     return dist.new_group(backend="nccl", timeout=GROUP_TIMEOUT)
-
-
-@dataclass(frozen=True)
-class Effort:
-    num_warmup: int
-    num_calls: int  # in a round
-    num_rounds: int
-    num_single_calls: int  # that p50 and p99 are taken from
-    flush_l2: bool = False  # every call alone, after a flush and a barrier
-    num_host_calls: int = 0  # in a round for the host's time; 0: that of the rounds above
 
 
 @dataclass

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from deep_comm import Buffer
 from deep_comm.bench.line import Line
 from deep_comm.bench.measure import gather
-from deep_comm.bench.operations import TWO_TIER, Operation
+from deep_comm.bench.names import TWO_TIER
+from deep_comm.bench.operations import Operation
 from deep_comm.bench.scenarios import MAX_TWO_TIER_SMS, Scenario
 from deep_comm.bench.tables import align
 from deep_comm.bench.workload import plan_of

@@ -15,36 +15,11 @@ from torch import Tensor
 
 from deep_comm import Buffer, Config, reference
 from deep_comm.bench.expected import ALIGNMENT, Expected, Rows
+from deep_comm.bench.names import HOST_WAITS, TWO_TIER
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.workload import Volume, mean_volume
 from deep_comm.reference import low_latency as reference_low_latency
-
-MEANINGS = {
-    "layout": "get_dispatch_layout alone",
-    "dispatch": "layout, counts, host wait, rows and metadata",
-    "dispatch no-wait": "the same with num_worst_tokens: the host waits for nothing",
-    "dispatch cached": "rows alone, by the handle of an earlier dispatch",
-    "combine": "of an ordinary tensor",
-    "combine in place": "of a tensor that lies where dispatch had put its rows",
-    "dispatch + combine": "chained: what dispatch returned is combined",
-    "dispatch + combine no-wait": "chained, with num_worst_tokens",
-    "dispatch cached + combine": "chained, by a handle",
-    "dispatch cast": "of bf16 rows that travel as FP8 with scales, cast by the kernel",
-    "dispatch cast cached": "the same by a handle",
-    "dispatch expanded": "rows grouped by local expert, a row for each selection, 128 rows aligned",
-    "dispatch expanded cached": "the same by a handle",
-    "combine expanded": "of such rows, weighted and added where they lie before they travel",
-}
-HOST_WAITS = ("dispatch", "dispatch + combine", "dispatch cast", "dispatch expanded")
-TWO_TIER = "two-tier"
-
-LOW_LATENCY_NAMES = ("dispatch", "combine", "pair")
-PHASES = ("fused", "hooked")
-LAYOUTS = {
-    "compact": "each received token once; combine takes rows that their rank has reduced",
-    "packed": "expert-major, the weights travel with dispatch",
-    "packed-late": "expert-major, the weights come with combine: DeepEP's calls",
-}
+from deep_comm.settings.checks import SCALE_BLOCK
 
 Call = Callable[[int], Any]
 """By input."""
@@ -174,7 +149,7 @@ class NormalCalls:
         """None: there is no such operation of this workload in this mode."""
         is_bf16, shape = self._shape.dtype == "bf16", self._shape
         if (
-            ("cast" in name and not is_bf16)
+            ("cast" in name and not (is_bf16 and shape.hidden % SCALE_BLOCK == 0))
             or (name == "combine in place" and not (is_bf16 and self.mode == "direct"))
             or ("expanded" in name and self._ranks_per_node is not None)
         ):

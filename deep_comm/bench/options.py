@@ -1,22 +1,23 @@
 """The command line: one table of options, with defaults by mode and device.
 
 The options are those of "normal" mode (``--mode direct,ring``, the default), "nodes" (``--mode
-nodes``), "low-latency" or "layer". One that a mode does not have is refused.
+nodes``), "low-latency" or "layer". One that a mode does not have is refused, and so is a value that
+cannot work, before torch is imported or a process started.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from deep_comm.bench import operations as ops
-from deep_comm.bench.measure import Effort
-from deep_comm.bench.workload import ROUTINGS
+from deep_comm.bench import names as words
+from deep_comm.bench.names import Effort
+from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
+from deep_comm.settings import command_line, env
+from deep_comm.settings.command_line import above_zero, at_least, file_to_write
 
 Options = argparse.Namespace
 """The options of a mode, None for those of others; also ``family`` (the mode that decides which
@@ -28,25 +29,22 @@ TOKEN_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 THRESHOLDS = {"default": -1, "measured": 0}
 """Words of --decode-tokens: what a layer takes that is given none; what is measured here."""
 
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return int(text)
+MOST_TOPK = 64
+positive = at_least(1)
 
 
-def numbers(*sweep: int | None, **words: int | None) -> Callable[[str], tuple[int | None, ...]]:
+def numbers(*sweep: int | None, **special: int | None) -> Callable[[str], tuple[int | None, ...]]:
     """Integers, "sweep" for all of it, and words that stand for a value."""
 
     def parse(text: str) -> tuple[int | None, ...]:
         if text == "sweep":
             return sweep
-        return tuple(words[it] if it in words else positive(it) for it in text.split(","))
+        return tuple(special[it] if it in special else positive(it) for it in text.split(","))
 
     return parse
 
 
-def names(*allowed: str) -> Callable[[str], tuple[str, ...]]:
+def listed(*allowed: str) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         values = allowed if text == "all" else tuple(text.split(","))
         for value in values:
@@ -67,54 +65,55 @@ _CALLS, _ALL = (N, B, L), (N, B, L, E)
 
 # Flag, modes that have it, type (a tuple: choices; bool: a switch), help.
 _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
-    ("--mode", (N,), names("direct", "ring"), "direct, ring; or one of nodes, "
+    ("--mode", (N,), listed("direct", "ring"), "direct, ring; or one of nodes, "
      "low-latency, layer (`--mode layer --help`)"),
-    ("--mode", (B,), names("nodes", "direct", "ring"), "nodes; direct, ring: one tier too"),
-    ("--mode", (L,), names(L), "low-latency"),
-    ("--mode", (E,), names(E), "layer"),
-    ("--device", _ALL, ("cpu", "cuda"), "default: cuda with two or more GPUs"),
-    ("--ranks", _ALL, positive, "processes to start, without torchrun"),
+    ("--mode", (B,), listed("nodes", "direct", "ring"), "nodes; direct, ring: one tier too"),
+    ("--mode", (L,), listed(L), "low-latency"),
+    ("--mode", (E,), listed(E), "layer"),
+    ("--device", _ALL, ("cpu", "cuda"), "default: cuda with two or more GPUs, else cpu"),
+    ("--ranks", _ALL, positive, "processes to start, without torchrun (default: 4, or one "
+     "per GPU)"),
     ("--quick", (N, L, E), bool, "only what the table of targets needs; layer: fewer sizes"),
     ("--tokens", (N, B), numbers(*TOKEN_SWEEP[7:]), "per rank, or 'sweep'"),
     ("--tokens", (L,), numbers(*TOKEN_SWEEP[:10]), "per rank, or 'sweep'"),
     ("--tokens", (E,), numbers(*TOKEN_SWEEP), "per rank, or 'sweep'"),
     ("--max-tokens", (L,), positive, "the most that a rank may have (default: --tokens)"),
-    ("--hidden", _ALL, positive, "columns of a row"),
+    ("--hidden", _ALL, positive, "columns of a row (elements)"),
     ("--experts", _ALL, positive, "experts of all ranks together"),
     ("--topk", _ALL, positive, "experts per token"),
-    ("--dtype", (N, B), names("bf16", "fp8"), "dispatched rows: bf16, fp8"),
-    ("--dtype", (L,), names("fp8", "bf16", "nvfp4"), "what dispatch sends: fp8, bf16, nvfp4"),
-    ("--combine", (L,), names("bf16", "logfmt"), "what combine sends: bf16, logfmt"),
-    ("--routing", (N, B), names(*ROUTINGS), ", ".join(ROUTINGS)),
-    ("--layout", (L,), names(*ops.LAYOUTS), ", ".join(ops.LAYOUTS)),
-    ("--execution", _CALLS, names("eager", "graph"), "eager, graph; without GPUs only eager"),
-    ("--sms", (N, B), numbers(None, *SM_SWEEP, auto=None), "of a call; 'auto': as the Buffer does"),
+    ("--dtype", (N, B), listed("bf16", "fp8"), "dispatched rows: bf16, fp8"),
+    ("--dtype", (L,), listed("fp8", "bf16", "nvfp4"), "what dispatch sends: fp8, bf16, nvfp4"),
+    ("--combine", (L,), listed("bf16", "logfmt"), "what combine sends: bf16, logfmt"),
+    ("--routing", (N, B), listed(*words.ROUTINGS), ", ".join(words.ROUTINGS)),
+    ("--layout", (L,), listed(*words.LAYOUTS), ", ".join(words.LAYOUTS)),
+    ("--execution", _CALLS, listed("eager", "graph"), "eager, graph; without GPUs only eager"),
+    ("--sms", (N, B), numbers(None, *SM_SWEEP, auto=None), "of a call; 'auto': the default"),
     ("--send", (N, B), numbers(4, 8, 16), "rows that a ring publishes together"),
     ("--slots", (N, B), numbers(64, 128, 256), "slots of a ring"),
     ("--ranks-per-node", _CALLS, positive, "makes logical nodes; normal: also one tier"),
     ("--rail", _CALLS, ("nvshmem", "software", "simulated"), "what joins the nodes"),
     ("--rail-send", (N, B), numbers(6, 12, 20), "rows of a put (default: as recommended)"),
     ("--rings", (N, B), bool, "two tiers in bounded memory: no receive region, no staging"),
-    ("--gb-per-s", (N, B), float, "speed of a rail, which the software NIC keeps to"),
-    ("--ops", (N, B), names(*ops.MEANINGS), "operations to measure"),
-    ("--ops", (L,), names(*ops.LOW_LATENCY_NAMES), "operations to measure"),
+    ("--gb-per-s", (N, B), above_zero, "GB/s of a rail, which the software NIC keeps to"),
+    ("--ops", (N, B), listed(*words.MEANINGS), "operations to measure"),
+    ("--ops", (L,), listed(*words.LOW_LATENCY_NAMES), "operations to measure"),
     ("--no-rivals", (N, L), bool, "omit the collectives of torch.distributed"),
     ("--decode-tokens", (E,), threshold, "where auto ends decode: a number, 'default' (as layers), "
                                          "'measured' (now)"),
-    ("--max-decode-gb", (E,), float, "memory of a decode call that 'measured' may ask for "
+    ("--max-decode-gb", (E,), above_zero, "GB of a decode call that 'measured' may ask for "
                                      "(default: an eighth of the GPU's; host: 4)"),
     ("--store", (E,), bool, "make the measured threshold the default of layers on this machine"),
-    ("--warmup", _CALLS, int, "calls before timing"),
+    ("--warmup", _CALLS, at_least(0), "calls before timing"),
     ("--iterations", _ALL, positive, "calls, or graphs, per round"),
     ("--rounds", _ALL, positive, "rounds; the median counts"),
     ("--flush-l2", (N, B), bool, "time single calls with a cold L2 cache"),
-    ("--timeout-s", (N, B), float, "how long a call waits for a silent rank"),
-    ("--budget-s", (E,), float, "start no further size after this time"),
-    ("--size-deadline-s", (E,), float, "end the run if one size takes longer"),
-    ("--deadline-s", _ALL, float, "end the run if it takes longer"),
-    ("--simulation-runs", (N,), int, "simulated runs to time"),
-    ("--json", _ALL, Path, "also write the figures to this file"),
-    ("--plot", (N,), Path, "also draw them into this PNG file (needs matplotlib)"),
+    ("--timeout-s", (N, B), above_zero, "seconds that a call waits for a silent rank"),
+    ("--budget-s", (E,), above_zero, "seconds after which no further size is started"),
+    ("--size-deadline-s", (E,), above_zero, "seconds after which a size ends the run"),
+    ("--deadline-s", _ALL, above_zero, "seconds after which the run ends"),
+    ("--simulation-runs", (N,), at_least(0), "simulated runs to time"),
+    ("--json", _ALL, file_to_write, "also write the figures to this file"),
+    ("--plot", (N,), file_to_write, "also draw them into this PNG file (needs matplotlib)"),
 )  # fmt: skip
 
 # Of all modes, then of each: on the host target and, where that differs, on GPUs.
@@ -141,52 +140,143 @@ QUICK = {
 }
 
 
-def parse(arguments: Sequence[str], command: str = "") -> Options:
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--mode", default="")
-    first.add_argument("--device")
-    first.add_argument("--quick", action="store_true")
-    given = first.parse_known_args(list(arguments))[0]
-    family = next((it for it in (B, L, E) if it in given.mode.split(",")), N)
-    # Ranks of other hosts have GPUs of their own.
-    several = min(2, int(os.environ.get("LOCAL_WORLD_SIZE", "2")))
-    device = given.device or ("cuda" if torch.cuda.device_count() >= several else "cpu")
-    on_gpu = device == "cuda"
+def _family(mode: str) -> str:
+    return next((it for it in (B, L, E) if it in mode.split(",")), N)
 
-    listed = ops.LAYOUTS if family == L else {} if family == E else ops.MEANINGS
-    parser = argparse.ArgumentParser(
-        prog="python -m deep_comm.bench",
-        description=f"Mode {family}. Every result is checked bit by bit, then timed. Separate the "
-        "values of a list by commas: every combination is measured. Without --ranks-per-node, each "
-        "host is a node.",
-        epilog="; ".join(f"{name}: {meaning}" for name, meaning in listed.items()),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        argument_default=argparse.SUPPRESS,
+
+def _parser(family: str, defaults: dict[str, str]) -> argparse.ArgumentParser:
+    about = words.LAYOUTS if family == L else {} if family == E else words.MEANINGS
+    more = "; ".join(f"{name}: {meaning}" for name, meaning in about.items())
+    parser = command_line.parser(
+        "bench",
+        f"Mode {family}. Every result is checked bit by bit, then timed. Times are microseconds, "
+        "rates GB/s (10^9 bytes). Separate the values of a list by commas: every combination is "
+        "measured. Without --ranks-per-node, each host is a node. Also under torchrun (-m "
+        "deep_comm.bench). The last line is for grep: OK or FAILED, lines, wrong results, rate.",
+        "deep_comm bench --quick",
+        "deep_comm bench --mode direct --tokens 128,4096 --sms 8,24 --json bench.json",
+        "deep_comm bench --mode low-latency --tokens 1,16 --hidden 1024",
+        more=textwrap.fill(more, 88),
     )
-    defaults = _COMMON | DEFAULTS[family] | (QUICK.get(family, {}) if given.quick else {})
-    options = Options(family=family, command=command, on_gpu=on_gpu)
     for flag, families, kind, text in _TABLE:
-        name = flag[2:].replace("-", "_")
-        options.__dict__.setdefault(name, None)
         if family not in families:
             continue
+        name = flag[2:].replace("-", "_")
         how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
         if isinstance(kind, tuple):
             how = {"choices": kind}
         if name in defaults:
-            how["default"] = defaults[name].split("|")[-1 if on_gpu else 0]
-        parser.add_argument(flag, help=text or name, **how)
-    options.__dict__.update(vars(parser.parse_args(arguments)))
-    options.device = device
-    if not on_gpu and options.execution not in (None, ("eager",)):
-        parser.error("--execution: the host target has no graphs")
-    if options.max_tokens is not None and options.max_tokens < max(options.tokens):
-        parser.error(f"--max-tokens: must be at least {max(options.tokens)}")
+            on_host, on_gpu = defaults[name].split("|")[0], defaults[name].split("|")[-1]
+            both = on_host if on_host == on_gpu else f"{on_host}; on GPUs {on_gpu}"
+            text = f"{text} (default: {both})"
+        parser.add_argument(flag, help=text, default=argparse.SUPPRESS, **how)
+    return parser
+
+
+def _default_device() -> str:
+    import torch  # not before everything else was read
+
+    # Ranks of other hosts have GPUs of their own.
+    several = min(2, int(os.environ.get("LOCAL_WORLD_SIZE", "2")))
+    return "cuda" if torch.cuda.device_count() >= several else "cpu"
+
+
+def parse(arguments: Sequence[str], command: str = "") -> Options:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--mode", default="")
+    first.add_argument("--quick", action="store_true")
+    known = first.parse_known_args(list(arguments))[0]
+    family = _family(known.mode)
+    defaults = _COMMON | DEFAULTS[family] | (QUICK.get(family, {}) if known.quick else {})
+    parser = _parser(family, defaults)
+    given = vars(parser.parse_args(arguments))
+    named = given.get("device")
+    candidates = {
+        device: _filled(family, device, given, defaults, command)
+        for device in ([named] if named else ["cpu", "cuda"])
+    }
+    problems = {device: _problem(options) for device, options in candidates.items()}
+    if all(problems.values()):
+        parser.error(next(iter(problems.values())))
+    device = named or _default_device()
+    if problems[device]:
+        parser.error(problems[device])
+    options = candidates[device]
     num_calls, num_rounds = options.iterations, options.rounds
     num_singles = num_calls * (1 if family == E else 5 * num_rounds if family == L else num_rounds)
-    num_host_calls = {L: 200, E: 50}.get(family, 64) if on_gpu and not options.flush_l2 else 0
+    num_host_calls = (
+        {L: 200, E: 50}.get(family, 64) if options.on_gpu and not options.flush_l2 else 0
+    )
     options.effort = Effort(
         2 if options.warmup is None else options.warmup, num_calls, num_rounds, num_singles,
         bool(options.flush_l2), num_host_calls,
     )  # fmt: skip
     return options
+
+
+def _filled(
+    family: str, device: str, given: dict[str, Any], defaults: dict[str, str], command: str
+) -> Options:
+    """What was given, and else the defaults of a device."""
+    on_gpu = device == "cuda"
+    options = Options(family=family, command=command, on_gpu=on_gpu)
+    for flag, families, kind, _ in _TABLE:
+        name = flag[2:].replace("-", "_")
+        if family not in families:
+            options.__dict__.setdefault(name, None)
+        elif name in given or name not in defaults:
+            options.__dict__[name] = given.get(name)
+        else:
+            options.__dict__[name] = kind(defaults[name].split("|")[-1 if on_gpu else 0])
+    options.device = device
+    return options
+
+
+def _problem(options: Options) -> str:
+    """What no machine can do; "" if there is nothing."""
+    most = max(options.tokens)
+    if not options.on_gpu and options.execution not in (None, ("eager",)):
+        return "--execution: the host target has no graphs"
+    if options.max_tokens is not None and options.max_tokens < most:
+        return f"--max-tokens: must be at least {most}, which --tokens has"
+    most = min(options.experts, MOST_TOPK)
+    if options.topk > most:
+        return f"--topk: must be at most {most} with {options.experts} experts"
+    multiple = 8
+    for dtype in options.dtype or ():
+        of_dtype = {"fp8": 128, "nvfp4": 64} if options.family == L else {"fp8": 16}
+        multiple = max(multiple, of_dtype.get(dtype, 8))
+    if options.hidden % multiple != 0:
+        return f"--hidden: must be a multiple of {multiple} here"
+    return ""
+
+
+def check_ranks(options: Options, num_ranks: int) -> None:
+    """That many ranks, started on this machine. Raises SystemExit."""
+    per_node = options.ranks_per_node or env.RANKS_PER_NODE.get()
+    problem = ""
+    if options.on_gpu:
+        import torch
+
+        if torch.cuda.device_count() == 0:
+            problem = "--device cuda: torch finds no GPU here; `deep_comm doctor` shows why"
+    if per_node is None and num_ranks > MAX_RANKS_PER_NODE:
+        problem = f"--ranks: a node has at most {MAX_RANKS_PER_NODE}; give --ranks-per-node"
+    elif per_node is not None and per_node > MAX_RANKS_PER_NODE:
+        problem = f"--ranks-per-node: must be at most {MAX_RANKS_PER_NODE}"
+    elif options.family == B and per_node is None:
+        problem = NO_NODES
+    if options.ranks_per_node is not None:
+        problem = problem or nodes_problem(num_ranks, options.ranks_per_node)
+    if problem:
+        raise SystemExit(f"deep_comm bench: error: {problem}")
+
+
+NO_NODES = "--mode nodes: all ranks are on one host; give --ranks-per-node"
+
+
+def nodes_problem(num_ranks: int, per_node: int) -> str:
+    """Why the ranks cannot be nodes of so many; "" if they can."""
+    if per_node < num_ranks and num_ranks % per_node == 0:
+        return ""
+    return f"--ranks-per-node: {num_ranks} ranks are no nodes of {per_node}"

@@ -38,28 +38,32 @@ class Report:
 
 # Column: key in JSON, factor, digits.
 _NUMBERS: dict[str, tuple[str, float, int]] = {
-    "tokens": ("num_tokens", 1, 0), "us": ("mean_us", 1, 1), "p50": ("p50_us", 1, 1),
+    "tokens": ("num_tokens", 1, 0), "time us": ("mean_us", 1, 1), "p50": ("p50_us", 1, 1),
     "p99": ("p99_us", 1, 1), "spread": ("spread_us", 1, 1), "host us": ("host_us", 1, 1),
     "wire MB": ("wire_bytes", 1e-6, 2), "wire kB": ("wire_bytes", 1e-3, 1),
-    "wire GB/s": ("wire_gb_per_s", 1, 2), "logical GB/s": ("logical_gb_per_s", 1, 2),
+    "size B": ("logical_bytes", 1, 0),
+    "algbw": ("logical_gb_per_s", 1, 2), "busbw": ("wire_gb_per_s", 1, 2),
     "% limit": ("fraction_of_limit", 100, 1), "floor us": ("floor_us", 1, 1),
     "rail MB": ("rail_bytes", 1e-6, 2), "rail GB/s": ("rail_gb_per_s", 1, 2),
-    "% rail": ("rail_share", 100, 1),
+    "% rail": ("rail_share", 100, 1), "#wrong": ("num_wrong", 1, 0),
 }  # fmt: skip
-NORMAL = ["operation", "mode", "SMs", "run as", "us", "p50", "p99", "spread", "host us", "wire MB",
-          "wire GB/s", "logical GB/s", "% limit"]  # fmt: skip
+NORMAL = ["operation", "mode", "SMs", "run as", "size B", "time us", "p50", "p99", "spread",
+          "host us", "wire MB", "algbw", "busbw", "% limit", "#wrong"]  # fmt: skip
 RAIL = ["rail MB", "rail GB/s", "% rail"]
-LOW_LATENCY = ["operation", "layout", "dtype", "phases", "run as", "SMs", "tokens", "us", "p50",
-               "p99", "spread", "host us", "wire kB", "floor us", "kernels us"]  # fmt: skip
+LOW_LATENCY = ["operation", "layout", "dtype", "phases", "run as", "SMs", "tokens", "size B",
+               "time us", "p50", "p99", "spread", "host us", "wire kB", "algbw", "busbw",
+               "floor us", "#wrong", "kernels us"]  # fmt: skip
 LEGEND = (
-    "us: mean of back-to-back calls after one more, slowest rank, median of the rounds; p50, p99: "
-    "of single calls, in low-latency mode of graphs of one call, the distance between graphs "
-    "included; spread: between slowest and fastest rank; host us: time of the calling thread per "
-    "call, slowest rank (of few tokens the median of turns that lie apart), w: it waits for "
-    "counts; wire: what crosses the busiest link; logical: rows delivered, own ones too; % limit: "
-    "of the measured bulk-store all-to-all; floor: wire bytes at that limit; rail: what the "
-    "busiest rail carried; % rail: share of the time for which that keeps a rail of --gb-per-s "
-    "busy; kernels: medians of the profiler, waits for peers included"
+    "Columns as in nccl-tests. size: rows delivered, own ones too; algbw: size over time; busbw: "
+    "wire over time; both in GB/s; #wrong: elements that differ from the reference: a run ends at "
+    "the first. time us: mean of back-to-back calls after one more, slowest rank, median of the "
+    "rounds; p50, p99: of single calls, in low-latency mode of graphs of one call, the distance "
+    "between graphs included; spread: between slowest and fastest rank; host us: time of the "
+    "calling thread per call, slowest rank (of few tokens the median of turns that lie apart), w: "
+    "it waits for counts; wire: what crosses the busiest link; % limit: of the measured "
+    "bulk-store all-to-all; floor: wire bytes at that limit; rail: what the busiest rail carried; "
+    "% rail: share of the time for which that keeps a rail of --gb-per-s busy; kernels: medians "
+    "of the profiler, waits for peers included"
 )
 
 
@@ -139,8 +143,8 @@ def heading(options: Options, num_ranks: int) -> dict[str, Any]:
             "date": now.isoformat(timespec="seconds"), "num_ranks": num_ranks}  # fmt: skip
 
 
-def publish(options: Options, report: Report, num_ranks: int) -> None:
-    """Everything after the tables, which rank 0 has printed while they grew."""
+def publish(options: Options, report: Report, num_ranks: int) -> str:
+    """Everything after the tables, which rank 0 has printed while they grew; and its gist."""
     rss = ", ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in report.peak_rss_bytes)
     print(f"\n{textwrap.fill(LEGEND, 120)}\n{_host_times(options, report)}peak resident memory by "
           f"rank: {rss} MiB")  # fmt: skip
@@ -178,3 +182,7 @@ def publish(options: Options, report: Report, num_ranks: int) -> None:
     if options.plot is not None:
         name = machine(options.device).get("gpu", "host target")
         plot.draw(report.lines, report.limit, f"{name}, {num_ranks} ranks", options.plot)
+    rates = [found["wire_gb_per_s"] for it in report.lines
+             if not it.is_rival and "wire_gb_per_s" in (found := it.to_json())]  # fmt: skip
+    mean = sum(rates) / max(1, len(rates))
+    return f"{len(report.lines)} lines, 0 wrong, average busbw {mean:.2f} GB/s"

@@ -15,13 +15,15 @@ from deep_comm import Buffer
 from deep_comm.bench import link, measure, nodes, rivals
 from deep_comm.bench.expected import Expected
 from deep_comm.bench.line import Line
-from deep_comm.bench.measure import Effort, Graph, Timing, gather, require_on_all_ranks
+from deep_comm.bench.measure import Graph, Timing, gather, require_on_all_ranks
+from deep_comm.bench.names import Effort
 from deep_comm.bench.operations import Calls, LowLatencyCalls, NormalCalls, Operation
 from deep_comm.bench.options import AUTO, Options
 from deep_comm.bench.report import Report, table
 from deep_comm.bench.scenarios import Scenario, scenarios_of
 from deep_comm.bench.targets import HOST_TOKENS
 from deep_comm.settings import env
+from deep_comm.settings.command_line import Progress
 
 L2_BYTES = 128 << 20  # inputs take turns until they are together larger than any L2
 _NUM_PROFILED_CALLS = 200
@@ -41,6 +43,7 @@ class Runner:
         self._expected: Any = None  # Expected of the scenario that is measured
         self._host_tokens = HOST_TOKENS  # the most whose host time is taken in turns
         self.report = Report()
+        self._progress = Progress(dist.get_rank() == 0)
 
     def run(self) -> Report:
         options, report = self._options, self.report
@@ -72,6 +75,7 @@ class Runner:
                         lines += self._measure_scenario(scenario, buffer)
                     report.lines += lines
                     self._say(table(lines))
+                    self._progress.reset()
                 self._synchronize()
                 dist.barrier()  # nobody uses this rank's memory any more
         report.peak_rss_bytes = gather(measure.peak_rss_bytes())
@@ -176,6 +180,8 @@ class Runner:
         for execution in executions:
             if execution == "graph" and operation.host_waits:
                 continue
+            what = filter(None, (operation.name, operation.phases, scenario.mode, execution))
+            self._progress.step(f"{scenario.workload.num_tokens} tokens: {' '.join(what)}")
             take = self._time_graph if execution == "graph" else self._time_eager
             timed = take(operation)
             if timed is not None:

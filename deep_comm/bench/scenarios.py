@@ -9,8 +9,8 @@ from typing import Any
 
 from deep_comm import Buffer, Config
 from deep_comm.bench.expected import ALIGNMENT
-from deep_comm.bench.operations import LOW_LATENCY_NAMES, PHASES, TWO_TIER
-from deep_comm.bench.options import Options
+from deep_comm.bench.names import LOW_LATENCY_NAMES, PHASES, TWO_TIER
+from deep_comm.bench.options import NO_NODES, Options, nodes_problem
 from deep_comm.bench.workload import Workload
 from deep_comm.config import recommended_dispatch_config
 
@@ -51,12 +51,12 @@ def scenarios_of(options: Options, num_ranks: int, found: int | None = None) -> 
     """``found``: ranks of a node, if the group has several whatever was asked for, so that one
     tier cannot be measured."""
     per_node = options.ranks_per_node or found
-    if per_node is not None and (per_node >= num_ranks or num_ranks % per_node != 0):
-        raise SystemExit(f"--ranks-per-node: {num_ranks} ranks are no nodes of {per_node}")
+    if per_node is not None and (problem := nodes_problem(num_ranks, per_node)):
+        raise SystemExit(problem)
     if options.family == "low-latency":
         return _low_latency(options, num_ranks, per_node)
     if options.family == "nodes" and per_node is None:
-        raise SystemExit("--mode nodes: all ranks are on one host; give --ranks-per-node")
+        raise SystemExit(NO_NODES)
     modes = [mode for mode in options.mode if mode != "nodes"] + [TWO_TIER]
     shapes = itertools.product(options.routing, options.tokens, options.dtype, modes)
     every = [(*shape, options.sms, options.ops) for shape in shapes]

@@ -12,12 +12,6 @@ from torch import Tensor
 from deep_comm import reference
 from deep_comm.ranks.topology import first_expert, num_local_experts
 
-ROUTINGS = {
-    "uniform": "every expert is as likely as any other",
-    "zipf": "the n-th most popular expert is chosen 1/n as often as the first, in a random order",
-    "all-to-one": "every token chooses experts of rank 0 alone",
-    "idle-rank": "uniform, but the last rank has no tokens of its own",
-}
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}
 
 

@@ -1,6 +1,6 @@
 """The drop-in: what programs written for DeepEP import as ``deep_ep``.
 
-``python -m deep_comm.compat install`` makes ``import deep_ep`` this one, ``uninstall`` takes it
+``deep_comm compat install`` makes ``import deep_ep`` this one, ``uninstall`` takes it
 back, ``path`` prints a folder for PYTHONPATH instead. Nothing happens unless asked.
 
 ``legacy`` is V1 (``Buffer``), ``elastic`` is V2 (``ElasticBuffer``), both over

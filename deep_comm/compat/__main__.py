@@ -1,18 +1,23 @@
-"""python -m deep_comm.compat install | uninstall | path | status"""
+"""``deep_comm compat install | uninstall | path | status``"""
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from deep_comm.compat import installer
+from deep_comm.settings import command_line
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m deep_comm.compat",
-        description="Make `import deep_ep` the drop-in of deep_comm, or take it back.",
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser(
+        "compat",
+        "Make `import deep_ep` the drop-in of deep_comm, or take it back.",
+        "deep_comm compat install",
+        "deep_comm compat status --json",
+        "PYTHONPATH=$(deep_comm compat path) python program.py",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {
@@ -25,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text)
         if name != "path":
             command.add_argument("--target", type=Path, help="folder instead of site-packages")
+        if name == "status":
+            command.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     try:
         if options.command == "path":
@@ -33,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"installed {installer.install(options.target)}")
         elif options.command == "uninstall":
             print(f"removed {installer.uninstall(options.target)}")
+        elif options.json:
+            print(json.dumps(installer.status(options.target), indent=2))
         else:
             print(installer.describe(options.target))
     except (installer.InstallError, OSError) as error:

@@ -22,7 +22,7 @@ SITE = Path(__file__).resolve().parent / "site"
 NAME = "deep_ep"
 VERSION = f"2.1.0+deep.comm.{__version__}"
 _INSTALLER = "deep_comm"
-_SUMMARY = "The drop-in deep_ep of deep_comm: remove with python -m deep_comm.compat uninstall"
+_SUMMARY = "The drop-in deep_ep of deep_comm: remove with deep_comm compat uninstall"
 
 
 class InstallError(DeepCommError):
@@ -128,13 +128,24 @@ def uninstall(target: Path | None = None) -> Path:
     return target / NAME
 
 
-def describe(target: Path | None = None) -> str:
-    """What ``import deep_ep`` finds, in words."""
+def status(target: Path | None = None) -> dict[str, str | bool | None]:
+    """What ``import deep_ep`` finds; None: nothing."""
     target = default_target() if target is None else target
     found = existing()
-    lines = [
-        f"python: {sys.executable}",
-        f"installed in {target}: {'yes' if is_ours(target) else 'no'}",
-    ]
-    lines.append(f"import {NAME} finds: {found if found is not None else 'nothing'}")
-    return "\n".join(lines)
+    return {
+        "python": sys.executable,
+        "target": str(target),
+        "installed": is_ours(target),
+        "finds": None if found is None else str(found),
+        "is_drop_in": found is not None and is_drop_in(found),
+    }
+
+
+def describe(target: Path | None = None) -> str:
+    """The same in words."""
+    found = status(target)
+    return (
+        f"python: {found['python']}\n"
+        f"installed in {found['target']}: {'yes' if found['installed'] else 'no'}\n"
+        f"import {NAME} finds: {found['finds'] or 'nothing'}"
+    )

@@ -22,6 +22,7 @@ from deep_comm.compat.runtime import Runtime
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.results import CombineResult, DispatchLayout, LowLatencyCombineResult
 from deep_comm.tuning import DEFAULT_NUM_SMS
 
 topk_idx_t: torch.dtype = torch.int64
@@ -186,7 +187,7 @@ class Buffer(deep_comm.Buffer):
 
     # ---- normal mode ---------------------------------------------------------------------------
 
-    def dispatch(
+    def dispatch(  # type: ignore[override]
         self,
         x: Tensor | tuple[Tensor, Tensor],
         handle: Sequence[Tensor] | None = None,
@@ -235,7 +236,7 @@ class Buffer(deep_comm.Buffer):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
         **extensions: Any,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    ) -> CombineResult:
         if extensions:
             extended.check("Buffer.combine", {}, extensions)
         return super().combine(
@@ -256,14 +257,16 @@ class Buffer(deep_comm.Buffer):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+    ) -> DispatchLayout:
         return super().get_dispatch_layout(
             topk_idx, num_experts, _event(previous_event), async_finish, allocate_on_comm_stream
         )
 
     # ---- normal mode over several nodes --------------------------------------------------------
 
-    def internode_dispatch(self, *arguments: Any, **options: Any) -> DispatchResult:
+    def internode_dispatch(  # type: ignore[override]
+        self, *arguments: Any, **options: Any
+    ) -> DispatchResult:
         """What dispatch does over several nodes. By position the arguments are 1.2.1's; later
         releases have no ``num_worst_tokens``, so that a Config in its place has everything move up
         by one."""
@@ -273,9 +276,7 @@ class Buffer(deep_comm.Buffer):
         *received, native, event = super().internode_dispatch(*bound.args[1:], **bound.kwargs)
         return (*received, HandleTuple.of(native), event)  # type: ignore[return-value]
 
-    def internode_combine(
-        self, *arguments: Any, **options: Any
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    def internode_combine(self, *arguments: Any, **options: Any) -> CombineResult:
         """What combine does over several nodes."""
         bound = _with_native_arguments(_INTERNODE_COMBINE, self, arguments, options)
         return super().internode_combine(*bound.args[1:], **bound.kwargs)
@@ -351,7 +352,7 @@ class Buffer(deep_comm.Buffer):
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
         **extensions: Any,
-    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
+    ) -> LowLatencyCombineResult:
         if extensions:
             extended.check("Buffer.low_latency_combine", extended.LOW_LATENCY_COMBINE, extensions)
         return super().low_latency_combine(

@@ -1,127 +1,65 @@
-"""One rank of the demo; see `deep_comm.demo`."""
+"""``deep_comm demo``: a text through a Mixture-of-Experts layer over several ranks.
+
+Under torchrun every process is a rank; else the ranks are started here.
+"""
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
+from deep_comm.settings import command_line
 
-from deep_comm import Buffer, Config
-from deep_comm.bench.payload import same_bits
-from deep_comm.demo import report
-from deep_comm.demo.forward import Forward, forward
-from deep_comm.demo.layer import HIDDEN, NUM_EXPERTS, NUM_TOPK, Experts, Tokens, split, tokens_of
-from deep_comm.ranks.rendezvous import all_gather_object
-
-# Far longer than any step takes; a rank that is stuck ends the demo then.
-GROUP_TIMEOUT = datetime.timedelta(seconds=300)
-NUM_RDMA_BYTES = 16 << 20  # not allocated inside one node
+OWN_TEXT = Path(command_line.__file__)
+"""What is sent without a file."""
+TIMEOUT_S = 300.0
+"""Far longer than any step takes; a rank that is stuck ends the demo then."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m deep_comm.demo")
-    parser.add_argument("file", type=Path, help="the text to send")
-    parser.add_argument(
-        "--tokens", type=int, default=1024, help="use at most so many bytes of the text"
+    parser = command_line.parser(
+        "demo",
+        "Every byte of the text is a token: embedded, routed by a fixed gate to 4 of 32 experts, "
+        "dispatched to the ranks that hold them and combined again. The result is compared bit by "
+        "bit with the same layer in one process; the exit code is the verdict. Also under torchrun "
+        "(-m deep_comm.demo FILE).",
+        "deep_comm demo README.md --ranks 4",
+        "deep_comm demo --tokens 100 --json",
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda with two or more devices"
-    )
+    add = parser.add_argument
+    add("file", nargs="?", type=command_line.file_to_read, help="the text (default: one of ours)")
+    add("--ranks", type=command_line.at_least(1), metavar="N",
+        help="processes to start (default: 4; on GPUs one each, at most 4)")  # fmt: skip
+    add("--tokens", type=command_line.at_least(1), default=1024, metavar="N",
+        help="use at most so many bytes of the text")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), help="default: cuda with two or more GPUs, else cpu")
+    add("--json", action="store_true", help="print one JSON object, nothing else")
     parsed = parser.parse_args(arguments)
-    if parsed.tokens < 1:
-        parser.error("--tokens must be at least 1")
+    parsed.file = parsed.file or OWN_TEXT
+    if parsed.file.stat().st_size == 0:
+        parser.error(f"{parsed.file} is empty: nothing to send")
+    if (parsed.ranks or 0) > MAX_RANKS_PER_NODE:
+        parser.error(f"--ranks: must be at most {MAX_RANKS_PER_NODE}, the ranks of a node")
     return parsed
-
-
-def share_of(tokens: Tokens, sizes: Sequence[int], rank: int) -> Tokens:
-    start = sum(sizes[:rank])
-    rows = slice(start, start + sizes[rank])
-    return Tokens(tokens.x[rows], tokens.topk_idx[rows], tokens.topk_weights[rows])
-
-
-def _has_gpus() -> bool:
-    return (
-        torch.cuda.device_count() >= 2 and importlib.util.find_spec("deep_comm._cuda") is not None
-    )
-
-
-def run(arguments: argparse.Namespace) -> bool:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(f"[demo] {text}", flush=True)
-
-    device = torch.device("cpu")
-    if arguments.device == "cuda" or (arguments.device is None and _has_gpus()):
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    text = arguments.file.read_bytes()[: arguments.tokens]
-    if not text:
-        say(f"{arguments.file} is empty: nothing to send")
-        return False
-    target = (
-        f"CUDA ({torch.cuda.get_device_name(device)})"
-        if device.type == "cuda"
-        else "the host target"
-    )
-    say(f"{len(text)} bytes of {arguments.file.name}, {num_ranks} ranks on {target}")
-    say(f"{NUM_EXPERTS} experts, top-{NUM_TOPK}, hidden {HIDDEN}, bfloat16")
-
-    tokens = tokens_of(text)
-    sizes = split(len(text), num_ranks)
-    mine = share_of(tokens, sizes, rank)
-    experts = Experts(device)
-    num_nvl_bytes = Config().get_nvl_buffer_size_hint(2 * HIDDEN, num_ranks)
-    with Buffer(dist.group.WORLD, num_nvl_bytes, NUM_RDMA_BYTES, device=device) as buffer:
-        num_nodes = max(1, len(buffer.rail_put_bytes))
-        if num_nodes > 1:
-            say(f"{num_nodes} nodes of {num_ranks // num_nodes} ranks")
-        say("first forward pass (warm-up)")
-        first = forward(buffer, mine, experts, device)
-        dist.barrier()
-        say("second forward pass (measured)")
-        second = forward(buffer, mine, experts, device)
-        assert first.combined_x is not None and second.combined_x is not None
-        repeats = same_bits(first.combined_x, second.combined_x)
-
-    forwards: list[Forward] = all_gather_object(dist.group.WORLD, second)
-    repeated: list[bool] = all_gather_object(dist.group.WORLD, repeats)
-    problems: list[str] = []
-    if rank == 0:
-        say("the same layer in one process, for comparison")
-        shares = [share_of(tokens, sizes, peer) for peer in range(num_ranks)]
-        problems = report.check(forwards, shares, experts, num_ranks // num_nodes)
-        problems += [
-            f"rank {peer}: two passes gave different bits"
-            for peer in range(num_ranks)
-            if not repeated[peer]
-        ]
-        print(report.table(forwards), flush=True)
-        for problem in problems:
-            say(f"WRONG: {problem}")
-        if not problems:
-            say("dispatched rows and combined output equal the single-process layer bit for bit")
-    verdict: bool = all_gather_object(dist.group.WORLD, not problems)[0]  # rank 0's
-    say(f"verdict: {'OK' if verdict else 'FAILED'}")
-    return verdict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
-    torch.set_num_threads(1)
-    # gloo carries only the rendezvous and the report; tokens travel through deep_comm.
-    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
-    try:
-        return 0 if run(parsed) else 1
-    finally:
-        dist.destroy_process_group()
+    import torch
+
+    from deep_comm.demo.rank import has_gpus, run
+    from deep_comm.launch import on_ranks
+
+    num_ranks = parsed.ranks or 4
+    if parsed.device == "cuda" and torch.cuda.device_count() == 0:
+        print("deep_comm demo: error: --device cuda: torch finds no GPU here", file=sys.stderr)
+        return 2
+    if parsed.ranks is None and (parsed.device == "cuda" or (parsed.device is None and has_gpus())):
+        num_ranks = min(4, torch.cuda.device_count())
+    return on_ranks(run, num_ranks, parsed, timeout_s=TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from deep_comm import reference
 from deep_comm.bench.payload import same_bits
+from deep_comm.bench.tables import align
 from deep_comm.demo.forward import STAGES, Forward
 from deep_comm.demo.layer import NUM_EXPERTS, Experts, Tokens
 from deep_comm.reference import internode as reference_internode
 
 
+def rows(forwards: Sequence[Forward]) -> list[dict[str, Any]]:
+    """By rank: tokens, load of its experts, bytes, milliseconds."""
+    return [
+        {
+            "rank": it.rank, "tokens": it.num_tokens, "sent": it.num_sent_tokens,
+            "received": it.num_recv_tokens, "rows": it.num_rows,
+            "expert load": it.tokens_per_expert, "MB sent": it.sent_bytes / 1e6,
+            **{f"{stage} ms": it.times_s[stage] * 1e3 for stage in STAGES},
+        }
+        for it in forwards
+    ]  # fmt: skip
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{min(value)}..{max(value)}" if value else "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
 def table(forwards: Sequence[Forward]) -> str:
-    """One line per rank: tokens, load of its experts, bytes, times."""
-    header = ["rank", "tokens", "sent", "received", "rows", "expert load", "MB sent"]
-    header += [f"{stage} ms" for stage in STAGES]
-    rows = [header]
-    for forward in forwards:
-        load = forward.tokens_per_expert
-        row = [str(forward.rank), str(forward.num_tokens), str(forward.num_sent_tokens)]
-        row += [str(forward.num_recv_tokens), str(forward.num_rows)]
-        row += [f"{min(load)}..{max(load)}" if load else "-", f"{forward.sent_bytes / 1e6:.2f}"]
-        row += [f"{forward.times_s[stage] * 1e3:.1f}" for stage in STAGES]
-        rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
+    """A line per rank."""
+    found = rows(forwards)
+    return align([[*found[0]], *([_cell(value) for value in row.values()] for row in found)], 0)
 
 
 def check(

@@ -1,1 +1,1 @@
-"""What this machine has and whether deep_comm works on it: ``python -m deep_comm.doctor``."""
+"""What this machine has and whether deep_comm works on it: ``deep_comm doctor``."""

@@ -1,17 +1,19 @@
-"""Facts about the machine and the installation. Each function returns lines and problems; none
-raises on
-purpose, and `checkup` in __main__ turns what they raise by accident into a line."""
+"""Facts about the machine and the installation. Each function returns lines and problems. None
+raises on purpose; `checkup` in __main__ turns what they raise by accident into a line."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+
+import deep_comm
 
 PACKAGES = (
     "torch",
@@ -61,7 +63,7 @@ def packages() -> Section:
         except importlib.metadata.PackageNotFoundError:
             section.lines.append(f"{name} not installed")
             if name == "torch":
-                section.problems.append("torch is not installed")
+                section.problems.append(deep_comm.NO_TORCH)
     from deep_comm.compat import installer
 
     found = installer.existing()
@@ -74,8 +76,6 @@ def packages() -> Section:
 
 def modules() -> Section:
     """The native modules: built, loadable, of this version?"""
-    import deep_comm
-
     section = Section("modules")
     section.lines.append(
         f"deep_comm {deep_comm.__version__} in {os.path.dirname(deep_comm.__file__)}"
@@ -86,13 +86,13 @@ def modules() -> Section:
         if core.version != deep_comm.__version__:
             section.problems.append(f"_core is of version {core.version}; build and install again")
     except ImportError as error:
-        section.problems.append(f"_core does not load: {error}")
+        section.problems.append(f"_core does not load: {deep_comm.explained(error)}")
     try:
         cuda = importlib.import_module("deep_comm._cuda")
         section.lines.append(f"_cuda for {cuda.architectures}")
     except ImportError as error:
         section.lines.append(f"_cuda not available: {error}")
-        if num_devices() > 0:
+        if importlib.util.find_spec("torch") is not None and num_devices() > 0:
             section.warnings.append(
                 "there are CUDA devices, but no _cuda module: install nvcc and rebuild"
             )

@@ -9,6 +9,7 @@ import torch
 
 from deep_comm import Buffer, local, processes, simulate
 from deep_comm.doctor.findings import Section, num_devices
+from deep_comm.settings.command_line import Progress
 
 NUM_NVL_BYTES = 1 << 20
 TIMEOUT_S = 60.0
@@ -45,7 +46,8 @@ def ping(group: Any, device: str) -> float:
     return elapsed
 
 
-def _try(section: Section, name: str, work: Any) -> None:
+def _try(section: Section, name: str, work: Any, progress: Progress) -> None:
+    progress.step(name)
     try:
         slowest = max(work())
         section.lines.append(f"{name}: OK, {slowest * 1e3:.2f} ms there and back")
@@ -55,20 +57,19 @@ def _try(section: Section, name: str, work: Any) -> None:
 
 
 def pings() -> Section:
-    section = Section("two ranks, one token there and back")
-    _try(section, "host target, threads", lambda: local.run(_ping_host, 2, timeout_s=TIMEOUT_S))
-    _try(
-        section, "host target, processes", lambda: processes.run(_ping_host, 2, timeout_s=TIMEOUT_S)
-    )
-    _try(
-        section,
-        "host target, simulation",
-        lambda: simulate.run(_ping_host, 2, 1, timeout_s=TIMEOUT_S),
-    )
+    section, progress = Section("two ranks, one token there and back"), Progress()
+    ways: list[tuple[str, Any]] = [
+        ("host target, threads", lambda: local.run(_ping_host, 2, timeout_s=TIMEOUT_S)),
+        ("host target, processes", lambda: processes.run(_ping_host, 2, timeout_s=TIMEOUT_S)),
+        ("host target, simulation", lambda: simulate.run(_ping_host, 2, 1, timeout_s=TIMEOUT_S)),
+    ]
+    if num_devices() >= 2:
+        timeout_s = 2 * TIMEOUT_S
+        ways.append(("CUDA, processes", lambda: processes.run(_ping_cuda, 2, timeout_s=timeout_s)))
+    for name, work in ways:
+        _try(section, name, work, progress)
     if num_devices() < 2:
         section.lines.append(f"CUDA: not tried, {num_devices()} device(s)")
-        return section
-    _try(section, "CUDA, processes", lambda: processes.run(_ping_cuda, 2, timeout_s=2 * TIMEOUT_S))
     return section
 
 

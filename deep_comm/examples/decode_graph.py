@@ -7,18 +7,19 @@ is compared with the reference, bit by bit.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.launch import device_of, on_ranks, say
 from deep_comm.reference import layer as reference_layer
+from deep_comm.settings import command_line
+from deep_comm.settings.command_line import at_least
 
 NUM_EXPERTS, NUM_TOPK = 16, 4
 
@@ -94,15 +95,23 @@ def rank_main(group: Any, num_places: int, hidden: int, num_steps: int) -> bool:
     return wrong == 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser(
+        "examples decode_graph",
+        __doc__ or "",
+        "deep_comm examples decode_graph --ranks 2 --places 6 --steps 20",
+    )
     on_gpu = torch.cuda.is_available()
     parser.add_argument(
-        "--places", type=int, default=64 if on_gpu else 6, help="tokens per rank at most"
+        "--places", type=at_least(1), default=64 if on_gpu else 6, help="tokens per rank at most"
     )
-    parser.add_argument("--hidden", type=int, default=7168 if on_gpu else 64)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start, without torchrun")
+    parser.add_argument(
+        "--hidden", type=at_least(1), default=7168 if on_gpu else 64, help="columns of a row"
+    )
+    parser.add_argument("--steps", type=at_least(1), default=20, help="steps to run and to time")
+    parser.add_argument(
+        "--ranks", type=at_least(1), default=2, help="processes to start, without torchrun"
+    )
     parsed = parser.parse_args(arguments)
     return on_ranks(rank_main, parsed.ranks, parsed.places, parsed.hidden, parsed.steps)
 

@@ -7,14 +7,16 @@ communication.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import deep_comm
-from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.launch import device_of, on_ranks, say
+from deep_comm.settings import command_line
+from deep_comm.settings.command_line import at_least
 
 HIDDEN = 16
 NUM_EXPERTS = 4
@@ -75,9 +77,13 @@ def rank_main(group: Any) -> bool:
     return is_right
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start, without torchrun")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser(
+        "examples dispatch_combine", __doc__ or "", "deep_comm examples dispatch_combine --ranks 3"
+    )
+    parser.add_argument(
+        "--ranks", type=at_least(1), default=2, help="processes to start, without torchrun"
+    )
     return on_ranks(rank_main, parser.parse_args(arguments).ranks)
 
 

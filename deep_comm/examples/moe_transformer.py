@@ -8,10 +8,8 @@ the same order, and expects the same losses, bit by bit.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import deep_comm
-from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.launch import device_of, on_ranks, say
 from deep_comm.ranks.rendezvous import all_gather_object
 from deep_comm.ranks.topology import first_expert, num_local_experts
+from deep_comm.settings import command_line
+from deep_comm.settings.command_line import at_least
 
 WIDTH, EXPERT_WIDTH, NUM_LAYERS, NUM_HEADS = 32, 64, 2, 2
 NUM_EXPERTS, NUM_TOPK = 8, 2
 LENGTH, NUM_SENTENCES = 24, 4  # of a rank and step
 LEARNING_RATE = 3e-3
+ENOUGH_STEPS = 20  # for a loss that is a fifth lower
 
 Dense = dict[str, Tensor]
 MoE = Callable[[int, list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
@@ -199,9 +200,10 @@ def rank_main(group: Any, text: bytes, num_steps: int, compare: bool) -> bool:
     begin, end = history[0], sum(history[-10:]) / len(history[-10:])
     where = f"on {group.size()} ranks ({device.type})"
     say(group, f"loss {begin:.3f} -> {end:.3f} after {num_steps} steps {where}")
-    is_right = end < 0.8 * begin
+    most = 0.8 if num_steps >= ENOUGH_STEPS else 1.0
+    is_right = end < most * begin
     if not is_right:
-        say(group, "the loss did NOT fall")
+        say(group, f"the loss is {end / begin:.0%} of the first, and should be below {most:.0%}")
     if compare and group.rank() == 0:
         alone = train_alone(bytes_of_text, num_steps, group.size())
         if device.type == "cpu":
@@ -217,11 +219,17 @@ def rank_main(group: Any, text: bytes, num_steps: int, compare: bool) -> bool:
     return is_right
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="the text to learn")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start, without torchrun")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser(
+        "examples moe_transformer",
+        __doc__ or "",
+        "deep_comm examples moe_transformer README.md --steps 60 --compare",
+    )
+    parser.add_argument("file", type=command_line.file_to_read, help="the text to learn")
+    parser.add_argument("--steps", type=at_least(2), default=300, help="of the optimizer")
+    parser.add_argument(
+        "--ranks", type=at_least(1), default=4, help="processes to start, without torchrun"
+    )
     parser.add_argument(
         "--compare", action="store_true", help="train in one process too and compare the losses"
     )

@@ -7,25 +7,31 @@ and the same schedules show what it was for.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from deep_comm.examples.simulated import wrong_words
+from deep_comm.settings import command_line
+from deep_comm.settings.command_line import at_least
+from deep_comm.simulate.example import wrong_words
 
 NUM_WORDS, NUM_THREADS = 48, 64
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="schedules to try")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser(
+        "examples one_flag", __doc__ or "", "deep_comm examples one_flag --seeds 200"
+    )
+    parser.add_argument("--seeds", type=at_least(1), default=200, help="schedules to try")
     seeds = range(parser.parse_args(arguments).seeds)
     shape: dict[str, Any] = dict(num_words=NUM_WORDS, num_threads=NUM_THREADS)
-    right = sum(wrong_words("one_flag", seed, **shape) == 0 for seed in seeds)
+    progress = command_line.Progress()
+    tried = progress.over(seeds, "schedules")
+    right = sum(wrong_words("one_flag", seed, **shape) == 0 for seed in tried)
     print(f"with the release: the payload was there in {right} of {len(seeds)} schedules")
     broken = [
         seed
-        for seed in seeds
+        for seed in progress.over(seeds, "schedules without it")
         if wrong_words("one_flag", seed, faults=["weaken_release"], **shape) > 0
     ]
     first = f", first with seed {broken[0]}" if broken else ""

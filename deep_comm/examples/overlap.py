@@ -17,7 +17,6 @@ all. Halves of a batch must be large enough that their products are no slower th
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import statistics
@@ -34,9 +33,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import deep_comm
-from deep_comm.examples import picture
-from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.launch import device_of, on_ranks, say
 from deep_comm.ranks.topology import first_expert, num_local_experts
+from deep_comm.settings import command_line
+from deep_comm.settings.command_line import at_least
+from deep_comm.trace import picture
 
 NUM_LAYERS = 3
 NUM_PASSES, NUM_TURNS = 3, 3
@@ -325,21 +326,26 @@ def rank_main(
     return is_right
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser(
+        "examples overlap", __doc__ or "", "deep_comm examples overlap --trace traces"
+    )
     on_gpu = torch.cuda.is_available()
 
-    def add(name: str, on_host: int, on_device: int, text: str) -> None:
-        parser.add_argument(name, type=int, default=on_device if on_gpu else on_host, help=text)
+    def add(name: str, on_host: int, on_device: int, text: str, smallest: int = 1) -> None:
+        kind = at_least(smallest)
+        parser.add_argument(name, type=kind, default=on_device if on_gpu else on_host, help=text)
 
     add("--tokens", 48, 16384, "tokens per rank")
     add("--hidden", 64, 7168, "columns of a row")
     add("--intermediate", 32, 2048, "width of an expert")
     add("--experts", 16, 16, "experts of all ranks together")
     add("--topk", 4, 2, "experts per token")
-    add("--leave-sms", 0, 0, "SMs that products beside communication leave free")
+    add("--leave-sms", 0, 0, "SMs that products beside communication leave free", 0)
     parser.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start, without torchrun")
+    parser.add_argument(
+        "--ranks", type=at_least(1), default=2, help="processes to start, without torchrun"
+    )
     parser.add_argument("--trace", metavar="FOLDER", help="write traces and pictures there")
     parsed = parser.parse_args(arguments)
     sizes = Sizes(parsed.hidden, parsed.intermediate, parsed.experts, parsed.topk)

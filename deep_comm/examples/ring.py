@@ -6,30 +6,38 @@ promises is broken once: the tail is released, and the sender waits for a free s
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from deep_comm.examples.simulated import wrong_words
+from deep_comm.settings import command_line
+from deep_comm.settings.command_line import at_least
+from deep_comm.simulate.example import wrong_words
 
 NUM_WORDS, NUM_ROWS = 40, 12
 BREAKS = {"weaken_release": "no release", "skip_credit": "no wait for a free slot"}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=60, help="schedules to try for each size")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser(
+        "examples ring", __doc__ or "", "deep_comm examples ring --seeds 60"
+    )
+    parser.add_argument(
+        "--seeds", type=at_least(1), default=60, help="schedules to try for each size"
+    )
     seeds = range(parser.parse_args(arguments).seeds)
-    is_right = True
+    is_right, progress = True, command_line.Progress()
     for num_slots in (1, 2, 5):
         shape: dict[str, Any] = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=num_slots)
-        right = sum(wrong_words("ring", seed, **shape) == 0 for seed in seeds)
         what = f"{num_slots} slots, {NUM_ROWS} rows"
+        tried = progress.over(seeds, f"schedules with {what}")
+        right = sum(wrong_words("ring", seed, **shape) == 0 for seed in tried)
         print(f"{what}: all rows right in {right} of {len(seeds)} schedules")
         is_right = is_right and right == len(seeds)
     for fault, meaning in BREAKS.items():
         shape = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=2)
-        broken = sum(wrong_words("ring", seed, faults=[fault], **shape) > 0 for seed in seeds)
+        tried = progress.over(seeds, f"schedules, {meaning}")
+        broken = sum(wrong_words("ring", seed, faults=[fault], **shape) > 0 for seed in tried)
         print(f"{meaning}: rows wrong in {broken} of {len(seeds)}")
         is_right = is_right and broken > 0
     print("verdict: " + ("OK" if is_right else "FAILED"))

@@ -7,15 +7,17 @@ on the rail, and compares ExpertParallel over the same nodes with the reference,
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import deep_comm
-from deep_comm.examples.launch import on_ranks, say
+from deep_comm.launch import on_ranks, say
 from deep_comm.reference import layer as reference_layer
+from deep_comm.settings import command_line
+from deep_comm.settings.command_line import at_least
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK = 256, 16, 4
 RANKS_PER_NODE = 2
@@ -69,9 +71,11 @@ def rank_main(group: Any, num_tokens: int) -> bool:
     return is_right
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=12, help="tokens per rank")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser(
+        "examples two_nodes", __doc__ or "", "deep_comm examples two_nodes --tokens 12"
+    )
+    parser.add_argument("--tokens", type=at_least(1), default=12, help="tokens per rank")
     return on_ranks(rank_main, 2 * RANKS_PER_NODE, parser.parse_args(arguments).tokens)
 
 

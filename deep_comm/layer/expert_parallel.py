@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from deep_comm import log
 from deep_comm.buffer import Buffer
 from deep_comm.context.shape import (
     DEFAULT_DECODE_TOKENS,
@@ -26,8 +28,19 @@ from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
 from deep_comm.layer.steps import Experts, Steps
 
+_SHOWN_CALLS = ("forward", "dispatch", "dispatch_async", "combine", "combine_async")
 
-class ExpertParallel:
+
+def _hooked(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def call(self: ExpertParallel, *args: Any, **options: Any) -> Any:
+        self._has_hooks = True
+        return register(self, *args, **options)
+
+    return call
+
+
+class ExpertParallel(torch.nn.Module):
     """Dispatch, experts, combine over one Buffer, for any number of tokens.
 
     ``experts(batch) -> rows`` gets an ExpertBatch. y[t] is the sum over k of topk_weights[t, k]
@@ -56,6 +69,10 @@ class ExpertParallel:
     float32, k ascending, to the dtype; those of the ranks in float32, ranks ascending, to the
     dtype. Between nodes the modes round differently: prefill adds and rounds a node's rows of a
     token before they cross (InternodeCalls), decode sends each rank's sum by itself.
+
+    **As a module.** It is a torch.nn.Module without parameters: a part of a model, with hooks, an
+    empty state dict and ``train()`` / ``eval()``, which change nothing. ``to()`` changes nothing
+    either: it stays on the device of its Buffer. Copies of a model share it.
 
     Attributes:
         buffer: the Buffer that it uses.
@@ -101,7 +118,7 @@ class ExpertParallel:
             max_tokens: the most tokens that a rank may have in a call.
             decode_tokens: M, the most that "decode" takes, and where "auto" ends decode. At most
                 max_tokens. Default: DEEP_COMM_DECODE_TOKENS, else what was measured for such a
-                layer on such a machine (``python -m deep_comm.bench --mode layer --store``), else
+                layer on such a machine (``deep_comm bench --mode layer --store``), else
                 128.
             mode: "auto", "prefill" or "decode".
             dtype: of tokens and results. Low-latency mode needs bfloat16.
@@ -118,6 +135,8 @@ class ExpertParallel:
             ArgumentError, UnsupportedError: on this rank.
             ConfigMismatch, TopologyError, PeerLost: on all ranks.
         """
+        super().__init__()
+        self._has_hooks = False
         is_named = decode_tokens is not None or mode == "prefill"
         if decode_tokens is None:
             decode_tokens = preset_decode_tokens(max_tokens)
@@ -149,6 +168,15 @@ class ExpertParallel:
             max_recv_rows = construction.most_rows(self.shape, num_ranks, expert_alignment)
         self._steps = Steps(buffer, self.shape, expert_alignment, max_recv_rows, can_decode)
         self._key = ops.register(self)
+        log.logger.info("%s is built over %s", repr(self), repr(buffer))
+        log.show_calls(self, _SHOWN_CALLS, buffer.stats)
+
+    def extra_repr(self) -> str:
+        shape = self.shape
+        return (
+            f"hidden={shape.hidden}, num_experts={shape.num_experts}, num_topk={shape.num_topk}, "
+            f"max_tokens={shape.max_tokens}, mode={self.mode!r}, device={self.buffer.device}"
+        )
 
     @property
     def rule(self) -> ModeRule:
@@ -212,8 +240,7 @@ class ExpertParallel:
         self.destroy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """Copies of a model share the layer: it has no parameters, and its memory cannot be
-        copied."""
+        """Share the layer: its memory cannot be copied."""
         return self
 
     def reset(self, *, without: Iterable[int] = ()) -> None:
@@ -240,6 +267,12 @@ class ExpertParallel:
 
     # ---- operations ----------------------------------------------------------------------------
 
+    # A module looks for hooks in every call, which takes longer than a call of forward.
+    register_forward_hook = _hooked(torch.nn.Module.register_forward_hook)
+    register_forward_pre_hook = _hooked(torch.nn.Module.register_forward_pre_hook)
+    register_full_backward_hook = _hooked(torch.nn.Module.register_full_backward_hook)
+    register_full_backward_pre_hook = _hooked(torch.nn.Module.register_full_backward_pre_hook)
+
     def __call__(
         self,
         x: Tensor,
@@ -251,10 +284,12 @@ class ExpertParallel:
         mode: Mode | None = None,
         bounded: bool = False,
     ) -> Tensor:
-        """Do what forward does."""
-        return self.forward(
+        """Do what forward does, with the hooks that were registered here."""
+        call = super().__call__ if self._has_hooks else self.forward
+        y: Tensor = call(
             x, topk_idx, topk_weights, experts, shared=shared, mode=mode, bounded=bounded
         )
+        return y
 
     def forward(
         self,

@@ -48,6 +48,12 @@ def _parse_positive_int(text: str) -> int:
     return value
 
 
+def _parse_level(text: str) -> str:
+    if text.lower() not in ("warning", "info", "debug"):
+        raise ValueError(text)
+    return text.lower()
+
+
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """One environment variable: ``name``, ``kind`` (its rule, in words), ``default``, ``doc``."""
@@ -167,7 +173,8 @@ TUNE_FILE: Variable[str | None] = Variable(
     "DEEP_COMM_TUNE_FILE",
     "a path",
     None,
-    "what tools/tune has measured and Buffers read; unset: deep_comm/tune.json in the cache folder",
+    "what deep_comm tune has measured and Buffers read; unset: deep_comm/tune.json in the cache "
+    "folder",
     str,
 )
 POISON: Variable[bool] = Variable(
@@ -202,6 +209,14 @@ TRACE_DIR: Variable[str | None] = Variable(
     "where a Buffer that traces leaves its steps when it is destroyed, and when a call times out",
     str,
 )
+LOG: Variable[str | None] = Variable(
+    "DEEP_COMM_LOG",
+    "warning, info or debug",
+    None,
+    "level of Python's logger deep_comm, read when a Buffer is built: info for a line for each "
+    "Buffer, debug for every call; unset: as the program has it",
+    _parse_level,
+)
 DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
     "DEEP_COMM_DEEP_EP_FULL_RDMA",
     "0 or 1",
@@ -222,7 +237,7 @@ VLLM: Variable[bool] = Variable(
 REGISTRY: tuple[Variable[Any], ...] = (
     TIMEOUT_S, NUM_SMS, EARLY_LAUNCHES, NUM_DIRECT_BYTES, REGION_TOKENS, DEVICE, RANKS_PER_NODE,
     HOST_NAME, RAIL, RAIL_NEAR, NIC_GB_PER_S, TUNE_FILE, POISON, TRACE, TRACE_DIR,
-    DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
+    LOG, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.

@@ -11,7 +11,7 @@ A run without progress raises SimulationStuck, which lists every waiting thread:
 
     results = deep_comm.simulate.run(rank_main, num_ranks=4, seed=17)
 
-``python -m deep_comm.simulate --seed 17 --ranks 4`` replays dispatch and combine of a random
+``deep_comm simulate --seed 17 --ranks 4`` replays dispatch and combine of a random
 routing.
 """
 

@@ -1,4 +1,4 @@
-"""python -m deep_comm.simulate: a random routing's dispatch and combine, seeded and checked.
+"""``deep_comm simulate``: a random routing's dispatch and combine, seeded and checked.
 
 The exit code is the verdict: 0 if every run gave the reference's results, bit for bit.
 """
@@ -6,12 +6,17 @@ The exit code is the verdict: 0 if every run gave the reference's results, bit f
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from deep_comm.errors import DeepCommError
-from deep_comm.simulate import MachineError, run
-from deep_comm.simulate.workload import Workload, WrongResult, make_case, rank_main
+from deep_comm.settings import command_line
+from deep_comm.settings.command_line import at_least
+from deep_comm.simulate import MachineError, Simulation, run
+from deep_comm.simulate.shape import Workload
 
 
 def _stall(text: str) -> tuple[int, int, int]:
@@ -25,67 +30,73 @@ def _stall(text: str) -> tuple[int, int, int]:
     return rank, after, steps
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def _machine(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the simulation."""
+    return dict(
+        policy=options.policy, weak_memory=not options.strong_memory,
+        delay_bulk=not options.prompt_bulk, faults=options.fault, stalls=options.stall,
+        on_stuck=options.on_stuck, collectives_order_memory=options.ordered_collectives,
+        find_races=options.races, weaken=options.weaken,
+    )  # fmt: skip
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     defaults = Workload()
-    parser = argparse.ArgumentParser(
-        prog="python -m deep_comm.simulate",
-        description="Replay dispatch and combine of a random routing under a seeded scheduler.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = command_line.parser(
+        "simulate",
+        "Replay dispatch and combine of a random routing under a seeded scheduler, in one process. "
+        "Equal seeds give equal runs. Every result is compared with the reference bit by bit.",
+        "deep_comm simulate --seed 17 --ranks 4",
+        "deep_comm simulate --runs 100 --fault weaken_release",
+        "deep_comm simulate --stall 1:50:0 --on-stuck clock",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--runs", type=int, default=1, help="how many runs, with ascending seeds")
-    parser.add_argument("--ranks", type=int, default=defaults.num_ranks)
-    parser.add_argument("--tokens", type=int, default=defaults.num_tokens, help="of each rank")
-    parser.add_argument("--hidden", type=int, default=defaults.hidden, help="bfloat16 elements")
-    parser.add_argument("--experts", type=int, default=defaults.num_experts)
-    parser.add_argument("--topk", type=int, default=defaults.num_topk)
-    parser.add_argument("--sms", type=int, default=defaults.num_sms, help="a channel each")
-    parser.add_argument("--slots", type=int, default=defaults.num_slots, help="of every ring")
-    parser.add_argument(
-        "--policy",
-        default="any",
+    add = parser.add_argument
+    add("--seed", type=at_least(0), default=0, help="of the first run")
+    add("--runs", type=at_least(1), default=1, help="how many runs, with ascending seeds")
+    add("--ranks", type=at_least(1), default=defaults.num_ranks, help="ranks, all of one node")
+    add("--tokens", type=at_least(0), default=defaults.num_tokens, help="tokens per rank")
+    add("--hidden", type=at_least(1), default=defaults.hidden,
+        help="bfloat16 elements of a token, a multiple of 8")  # fmt: skip
+    add("--experts", type=at_least(1), default=defaults.num_experts, help="of all ranks together")
+    add("--topk", type=at_least(1), default=defaults.num_topk, help="experts per token")
+    add("--sms", type=at_least(1), default=defaults.num_sms, help="blocks of a kernel")
+    add("--slots", type=at_least(1), default=defaults.num_slots, help="of every ring")
+    add("--policy", default="any",
         choices=["any", "random", "fifo", "lifo", "starve", "priority"],
-        help="order of the threads; any: the seed picks",
-    )
-    parser.add_argument(
-        "--fault", action="append", default=[], help="break a part of the protocol on purpose"
-    )
-    parser.add_argument(
-        "--stall",
-        action="append",
-        default=[],
-        type=_stall,
-        metavar="RANK:AFTER:STEPS",
-        help="stop a rank after a step for so many steps, 0: for ever",
-    )
-    parser.add_argument(
-        "--weaken",
-        default="",
-        metavar="FILE:LINE:OP:HOW",
+        help="order of the threads; any: the seed picks")  # fmt: skip
+    add("--fault", action="append", default=[], metavar="NAME",
+        help="break a part of the protocol on purpose; a wrong name lists them")  # fmt: skip
+    add("--stall", action="append", default=[], type=_stall, metavar="RANK:AFTER:STEPS",
+        help="stop a rank after a step for so many steps, 0: for ever")  # fmt: skip
+    add("--weaken", default="", metavar="FILE:LINE:OP:HOW",
         help="weaken one place in the kernels; HOW is relaxed, or narrow: a smaller scope",
-    )
-    parser.add_argument("--strong-memory", action="store_true", help="stores and loads act at once")
-    parser.add_argument(
-        "--ordered-collectives", action="store_true", help="shuffles and votes order memory"
-    )
-    parser.add_argument(
-        "--races",
-        action="store_true",
+        )  # fmt: skip
+    add("--strong-memory", action="store_true", help="stores and loads act at once")
+    add("--ordered-collectives", action="store_true", help="shuffles and votes order memory")
+    add("--races", action="store_true",
         help="accesses to shared memory that nothing orders are errors (DEEP_COMM_FIND_RACES=ON)",
-    )
-    parser.add_argument("--prompt-bulk", action="store_true", help="bulk copies complete at once")
-    parser.add_argument("--on-stuck", default="report", choices=["report", "clock"])
+        )  # fmt: skip
+    add("--prompt-bulk", action="store_true", help="bulk copies complete at once")
+    add("--on-stuck", default="report", choices=["report", "clock"],
+        help="a run without progress: report who waits, or jump to the next deadline",
+        )  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(arguments)
-    for name in ("runs", "ranks", "hidden", "experts", "topk", "sms", "slots"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if options.tokens < 0:
-        parser.error("--tokens must be at least 0")
+    if options.ranks > 8:
+        parser.error("--ranks: must be at most 8, the ranks of a node")
+    if options.hidden % 8 != 0:
+        parser.error("--hidden: must be a multiple of 8")
+    try:  # the machine knows its faults, policies and places
+        Simulation(num_ranks=options.ranks, seed=options.seed, **_machine(options))
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    from deep_comm.simulate.workload import WrongResult, make_case, rank_main
+
     workload = Workload(
         num_ranks=options.ranks,
         num_tokens=options.tokens,
@@ -95,42 +106,38 @@ def main(arguments: list[str] | None = None) -> int:
         num_sms=options.sms,
         num_slots=options.slots,
     )
-    num_steps, seconds = 0, 0.0
+    found: list[dict[str, Any]] = []
+    seconds, failure, shows_each = 0.0, "", options.runs <= 20 and not options.json
+    progress = command_line.Progress()
     for seed in range(options.seed, options.seed + options.runs):
         case = make_case(workload, seed)
         begin = time.perf_counter()
         try:
-            results = run(
-                rank_main(case),
-                options.ranks,
-                seed,
-                options.policy,
-                weak_memory=not options.strong_memory,
-                delay_bulk=not options.prompt_bulk,
-                faults=options.fault,
-                stalls=options.stall,
-                on_stuck=options.on_stuck,
-                collectives_order_memory=options.ordered_collectives,
-                find_races=options.races,
-                weaken=options.weaken,
-            )
+            results = run(rank_main(case), options.ranks, seed, **_machine(options))
         except (DeepCommError, MachineError, WrongResult) as error:
             rank = getattr(error, "failed_rank", None)
             where = "" if rank is None else f" on rank {rank}"
-            print(f"seed {seed}: {type(error).__name__}{where}\n{error}")
-            print(f"FAILED at seed {seed}, after {seed - options.seed} good runs")
-            return 1
+            failure = f"{type(error).__name__}{where}\n{error}"
+            break
         seconds += time.perf_counter() - begin
-        num_steps += results.num_steps
-        if options.runs <= 20:
-            print(
-                f"seed {seed}: {results.num_steps} steps, {results.time_ns / 1e3:.1f} us simulated"
-            )
-    print(
-        f"PASSED {options.runs} runs: bitwise equal to the reference; {num_steps} steps, "
-        f"{options.runs / seconds:.1f} runs/s"
-    )
-    return 0
+        found.append({"seed": seed, "steps": results.num_steps, "us": results.time_ns / 1e3})
+        if shows_each:
+            print(f"seed {seed}: {results.num_steps} steps, {found[-1]['us']:.1f} us simulated")
+        else:
+            progress.step(f"{len(found)} of {options.runs} runs")
+    if options.json:
+        seed_failed = options.seed + len(found) if failure else None
+        print(json.dumps({"runs": found, "failed_seed": seed_failed, "failure": failure}, indent=2))
+    elif failure:
+        seed = options.seed + len(found)
+        print(f"seed {seed}: {failure}\nFAILED at seed {seed}, after {len(found)} good runs")
+    else:
+        num_steps = sum(each["steps"] for each in found)
+        print(
+            f"PASSED {options.runs} runs: bitwise equal to the reference; {num_steps} steps, "
+            f"{options.runs / seconds:.1f} runs/s"
+        )
+    return 1 if failure else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `python -m deep_comm.simulate` runs: dispatch and combine of a random routing, checked."""
+"""What `deep_comm simulate` runs: dispatch and combine of a random routing, checked."""
 
 from __future__ import annotations
 
@@ -12,23 +12,11 @@ from deep_comm import reference
 from deep_comm.buffer import Buffer
 from deep_comm.config import Config
 from deep_comm.ranks.rendezvous import RankGroup
+from deep_comm.simulate.shape import Workload
 
 
 class WrongResult(AssertionError):
     """A result differs from the reference."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Shapes of one run; the contents follow from the seed."""
-
-    num_ranks: int = 4
-    num_tokens: int = 16  # of each rank
-    hidden: int = 64  # bfloat16 elements
-    num_experts: int = 8
-    num_topk: int = 2
-    num_sms: int = 1
-    num_slots: int = 4  # of a ring
 
 
 @dataclass(frozen=True)

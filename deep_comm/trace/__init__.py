@@ -3,7 +3,7 @@
 Off, it costs nothing. On (``Buffer(trace=16)`` or ``DEEP_COMM_TRACE=16``), blocks note the time of
 a handful of steps in rings in device memory, and ``Buffer.trace()`` reads them. With
 ``DEEP_COMM_TRACE_DIR`` every rank leaves a file when its Buffer is destroyed, and
-``python -m deep_comm.trace FILES -o out.json`` makes one Chrome trace and a summary of them. A
+``deep_comm trace FILES -o out.json`` makes one Chrome trace and a summary of them. A
 PeerTimeout tells how far the blocks of its call had come.
 """
 

@@ -39,7 +39,7 @@ class Recording:
     events: Sequence[Event]
 
     def save(self, path: str | Path) -> Path:
-        """As JSON, for ``python -m deep_comm.trace``; folders are made."""
+        """As JSON, for ``deep_comm trace``; folders are made."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"deep_comm_trace": _FORMAT, **vars(self)}, separators=(",", ":"))

@@ -11,15 +11,15 @@ from guide import BLOCKS, INLINE, PROGRAMS_OF_PAGES, checked, environment, run_s
 BLOCKS_HERE = {
     "moe_transformer": (4, "on 4 ranks (cuda)"),
     "decode_graph": (2, ""),
-    "examples.overlap": (2, "all ways give the same results"),
+    "examples overlap": (2, "all ways give the same results"),
 }
 COMMANDS_HERE = {
     "deep_comm.doctor": (2, ""),
     "dispatch_combine --ranks 3": (3, ""),
     "--mode nodes --ranks-per-node 2": (4, "every bit and every byte as it should be"),
-    "deep_comm.bench --quick": (4, "targets on 4 GPUs"),
+    "deep_comm bench --quick": (4, "targets on 4 GPUs"),
 }
-# What else takes minutes: python -m deep_comm.bench without --quick, over all layer sizes.
+# What else takes minutes: deep_comm bench without --quick, over all layer sizes.
 
 
 def _chosen(texts: list[tuple[str, str]], here: dict[str, tuple[int, str]]) -> list[object]:

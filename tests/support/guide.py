@@ -32,7 +32,7 @@ _PAGE_OF = sorted(  # each once
         " ".join(command.split()): page.name
         for page in PAGES
         for command in re.findall(
-            r"`((?:python -m deep_comm|torchrun |tools/)[^`]*)`", page.read_text()
+            r"`((?:deep_comm |python -m deep_comm|torchrun |tools/)[^`]*)`", page.read_text()
         )
         if " " in command
     }.items()
@@ -42,7 +42,7 @@ INLINE = [(page, command) for command, page in _PAGE_OF]
 
 def _bench_calls(text: str) -> list[tuple[str, str]]:
     """Of blocks line by line, of code in the text from quote to quote."""
-    call = r"-m (deep_comm\.bench(?:\.\w+)?)(\s[^`]*)?$"
+    call = r"^[^#]*?(?:-m deep_comm\.|deep_comm )(bench(?:\.\w+)?)(\s[^`]*)?$"
     parts = text.split("```")
     lines = [line for block in parts[1::2] for line in block.replace("\\\n", " ").splitlines()]
     quoted = [code for part in parts[::2] for code in part.split("`")[1::2]]
@@ -91,10 +91,7 @@ def environment(folder: Path) -> dict[str, str]:
     (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
     lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
     (packages / "here.pth").write_text("\n".join([*lines, str(ROOT)]) + "\n")
-    torchrun = binaries / "torchrun"
-    torchrun.write_text(f'#!/bin/sh\nexec {binaries}/python -m torch.distributed.run "$@"\n')
-    torchrun.chmod(0o755)
-    return _variables(binaries)
+    return _with_commands(binaries)
 
 
 def warm_environment(folder: Path) -> dict[str, str]:
@@ -102,9 +99,15 @@ def warm_environment(folder: Path) -> dict[str, str]:
     binaries = folder / "bin"
     binaries.mkdir()
     (binaries / "python").symlink_to(warm.python())
-    torchrun = binaries / "torchrun"
-    torchrun.write_text(f'#!/bin/sh\nexec {binaries}/python -m torch.distributed.run "$@"\n')
-    torchrun.chmod(0o755)
+    return _with_commands(binaries)
+
+
+def _with_commands(binaries: Path) -> dict[str, str]:
+    """What pip installs as scripts."""
+    for name, module in (("torchrun", "torch.distributed.run"), ("deep_comm", "deep_comm")):
+        script = binaries / name
+        script.write_text(f'#!/bin/sh\nexec {binaries}/python -m {module} "$@"\n')
+        script.chmod(0o755)
     return _variables(binaries)
 
 

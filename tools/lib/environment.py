@@ -7,6 +7,7 @@ a package runs inside the environment it makes.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -141,6 +142,23 @@ def prepare(*, tests: bool, python: str | None = None) -> Environment:
         )
     say(f"    ready after {time.monotonic() - started:.0f} s")
     return environment
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """`deep_comm NAME`, in an environment that is made first unless --python names one."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--python")
+    own, passed_on = parser.parse_known_args(list(arguments))
+    try:
+        environment = prepare(tests=False, python=own.python)
+    except SetupError as error:
+        say(f"set-up failed: {error}")
+        return 1
+    say(f"running: deep_comm {' '.join([name, *passed_on])}")
+    command = [str(environment.python), "-m", "deep_comm", name, *passed_on]
+    code = subprocess.run(command, env=environment.variables()).returncode
+    say(f"{name}: OK" if code == 0 else f"{name}: FAILED (exit code {code})")
+    return 0 if code == 0 else 1
 
 
 def check_machine() -> None:

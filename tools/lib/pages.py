@@ -87,7 +87,7 @@ def environment_page() -> str:
         "",
         prose(
             "Variables are read when they are needed, never at import. "
-            "`python -m deep_comm.doctor` prints them with their values, and variables with this "
+            "`deep_comm doctor` prints them with their values, and variables with this "
             "prefix that do not exist."
         ),
         "",

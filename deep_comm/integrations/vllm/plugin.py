@@ -40,7 +40,7 @@ def register() -> None:
         if not hasattr(module, name):
             raise UnsupportedError(
                 f"{module_name} has no {name}: this vLLM is not one that the adapter knows, or "
-                "finds no deep_ep (python -m deep_comm.compat install)"
+                "finds no deep_ep (deep_comm compat install)"
             )
         found.append((module, name, ours))
     for module, name, ours in found:

@@ -95,3 +95,33 @@ def test_a_shape_that_cannot_be_is_refused_before_ranks_meet(
     with pytest.raises(ArgumentError) as refused:
         deep_comm.Buffer.for_shape(None, **{**SHAPE, **change}, device="cpu")
     assert refused.value.argument == argument
+
+
+def test_other_options_of_the_constructor_are_passed_on() -> None:
+    def built(group: Any) -> tuple[bool, int, int]:
+        with deep_comm.Buffer.for_shape(
+            group, **SHAPE, device="cpu", ranks_per_node=1, enable_shrink=True, trace=3,
+            num_qps_per_rank=2, rail="simulated", explicitly_destroy=True,
+        ) as buffer:  # fmt: skip
+            assert buffer.memory is not None and buffer.explicitly_destroy
+            num_queues = len(buffer.rail_put_bytes[0])
+            return buffer.enable_shrink, num_queues, buffer.trace().num_ranks
+
+    assert local.run(built, 2, timeout_s=60) == [(True, 2, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    "options, argument, rule",
+    [
+        (dict(enable_shrnk=True), "enable_shrnk", "is no option of Buffer; did you mean enable_s"),
+        (dict(num_nvl_bytes=1), "num_nvl_bytes", "follows from the shape"),
+        (dict(low_latency_mode=True), "low_latency_mode", "follows from the shape"),
+        (dict(enable_shrink=True, mode="prefill"), "enable_shrink", "needs low-latency calls"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_ranks_meet(
+    options: dict[str, Any], argument: str, rule: str
+) -> None:
+    with pytest.raises(ArgumentError, match=rule) as refused:
+        deep_comm.Buffer.for_shape(None, **{**SHAPE, **options}, device="cpu")
+    assert refused.value.argument == argument

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -115,4 +117,32 @@ def test_the_command_refuses_numbers_that_cannot_be(capsys: pytest.CaptureFixtur
     for option, value in (("--ranks", "0"), ("--tokens", "-1"), ("--runs", "0")):
         with pytest.raises(SystemExit):
             command([option, value])
-        assert f"{option} must be at least" in capsys.readouterr().err
+        assert f"argument {option}: must be at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--fault", "foo"], "'foo' is none of weaken_release"),
+        (["--weaken", "a"], "file:line:op:relaxed"),
+        (["--stall", "7:1:1", "--ranks", "2"], "rank 7 is not in"),
+        (["--ranks", "9"], "at most 8"),
+        (["--hidden", "12"], "a multiple of 8"),
+        (["--seed", "x"], "must be an integer; got 'x'"),
+    ],
+)
+def test_the_command_refuses_what_the_machine_does_not_have(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_command_writes_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([*SMALL, "--seed", "4", "--runs", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [run["seed"] for run in found["runs"]] == [4, 5] and found["failed_seed"] is None
+    assert command([*SMALL, "--stall", "1:50:0", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["failed_seed"] == 0 and "SimulationStuck" in found["failure"]

@@ -1,7 +1,5 @@
 """The bench as a program: it checks, prints, and writes what it says. No figure is judged here."""
 
-import importlib.machinery
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,14 +9,13 @@ import torch
 import warm
 
 import deep_comm
-from deep_comm.bench import measure, nodes, operations, options
+from deep_comm.bench import measure, names, nodes, operations, options
 from deep_comm.bench.report import Report
 from deep_comm.bench.runner import Runner
 from deep_comm.bench.scenarios import scenarios_of
 from deep_comm.bench.workload import Workload, routing_of
 from deep_comm.reference import get_dispatch_layout
-
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
+from deep_comm.tune import __main__ as tune
 
 BENCH = [sys.executable, "-m", "deep_comm.bench", "--device", "cpu"]
 SMALL = ["--tokens", "6", "--hidden", "128", "--experts", "5", "--topk", "2"]
@@ -50,7 +47,7 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
         for dtype in ("bf16", "fp8"):
             for mode in ("direct", "ring"):
                 for num_sms in (1, 4):
-                    for name in operations.MEANINGS:
+                    for name in names.MEANINGS:
                         is_there = (routing, dtype, mode, num_sms, name) in seen
                         wanted = "cast" not in name or dtype == "bf16"
                         if name == "combine in place":
@@ -67,6 +64,9 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
     assert document["command"].endswith(str(file)) and document["limit"] is None
     assert len(document["peak_rss_bytes"]) == 2 and document["notes"] == []
     assert document["simulation"]["runs_per_s"] > 0
+    last = output.splitlines()[-1]
+    assert last.startswith(f"# deep_comm bench OK: {len(lines)} lines, 0 wrong, average busbw ")
+    assert all(line["num_wrong"] == 0 for line in lines)
 
 
 def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
@@ -115,30 +115,20 @@ def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(
     done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
     assert f"{call} differs from the reference on ranks [1]" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("# deep_comm bench FAILED: WrongResult: ")
     assert "wire MB" not in done.stdout
 
 
-def test_tune_writes_its_choices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    loader = importlib.machinery.SourceFileLoader("tune_tool", str(TOOLS / "tune"))
-    spec = importlib.util.spec_from_loader("tune_tool", loader)
-    assert spec is not None
-    tune = importlib.util.module_from_spec(spec)
-    loader.exec_module(tune)
-    lib = sys.modules[tune.prepare.__module__]
-    here = lib.Environment(Path(warm.python()), None, None, 0)  # this environment, as it is
-    monkeypatch.setattr(tune, "prepare", lambda **_options: here)
-    monkeypatch.chdir(tmp_path)
+def test_tune_writes_its_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = tmp_path / "cache" / "tune.json"
     # Buffers of the measurement read it, too: a file without measurements, since a
     # missing one is refused.
     deep_comm.tuning.store(stored, "another machine x 8", "2026-01-01", [])
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(stored))
-    arguments = ["tune", "--ranks", "2", "--mode", "direct", "--sms", "auto,2,4", *SMALL, *SHORT]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert tune.main() == 0, capsys.readouterr()
+    command = [sys.executable, "-m", "deep_comm", "tune", "--device", "cpu", "--ranks", "2"]
+    output = run([*command, "--mode", "direct", "--sms", "auto,2,4", *SMALL, *SHORT], tmp_path)
+    assert "tune: part 1 of 1" in output
+    assert output.splitlines()[-1] == "# deep_comm tune OK: 3 choices in tune.json"
     document = json.loads((tmp_path / "tune.json").read_text())
     assert {choice["name"] for choice in document["choices"]} == set(tune.OPERATIONS.split(","))
     assert all(choice["num_sms"] in (1, 2, 4) for choice in document["choices"])
@@ -149,6 +139,19 @@ def test_tune_writes_its_choices(
     operations = [entry["operation"] for entry in machines["host target x 2"]["entries"]]
     assert sorted(operations) == ["combine", "dispatch"]
     assert deep_comm.tuning.read(torch.device("cpu"), 2) == machines["host target x 2"]["entries"]
+
+
+def test_tune_sweeps_what_is_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [part[7:9] for part in tune.sweeps(["--device", "cuda"])] == [
+        ["--mode", "direct"], ["--mode", "ring"],
+    ]  # fmt: skip
+    (one,) = tune.sweeps(["--device", "cpu", "--sms", "4"])
+    assert one[-2:] == ["--sms", "4"]
+    with pytest.raises(SystemExit, match="--mode: must be direct"):
+        tune.sweeps(["--device", "cpu", "--mode", "layer"])
+    with pytest.raises(SystemExit):
+        tune.sweeps(["--device", "cpu", "--hidden", "7"])
+    assert "--hidden: must be a multiple of 8" in capsys.readouterr().err
 
 
 def test_two_tiers_are_measured_beside_one(tmp_path: Path) -> None:
@@ -191,7 +194,7 @@ def test_bytes_too_many_or_too_few_on_the_rail_end_the_run(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     chosen = options.parse(["--device", "cpu", "--ranks-per-node", "2", *SMALL])
     scenario = scenarios_of(chosen, 4)[-1]
-    assert scenario.mode == operations.TWO_TIER
+    assert scenario.mode == names.TWO_TIER
     combine = operations.Operation(
         "combine", lambda _idx: None, lambda _result, _idx: True, None, rail_row_bytes=256
     )
@@ -224,6 +227,10 @@ def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--mode", "low-latency", "--tokens", "8", "--max-tokens", "7"],
         ["--mode", "low-latency", "--execution", "graph"],
         ["--mode", "low-latency", "--layout", "rows"], ["--mode", "layer", "--decode-tokens", "0"],
+        ["--ranks", "0"], ["--hidden", "7"], ["--topk", "33"], ["--topk", "65", "--experts", "99"],
+        ["--dtype", "fp8", "--hidden", "8"], ["--mode", "low-latency", "--hidden", "64"],
+        ["--timeout-s", "0"], ["--deadline-s", "soon"], ["--warmup", "-1"],
+        ["--json", "/no/such/folder/x.json"], ["--json", "/tmp"],
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(
@@ -232,7 +239,28 @@ def test_bad_arguments_are_refused(
     """Also those of other modes."""
     with pytest.raises(SystemExit):
         options.parse(["--device", "cpu", *arguments])
-    assert arguments[-2] in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert any(flag in said for flag in arguments if flag.startswith("--")), said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_ranks", "said"),
+    [
+        (["--device", "cuda"], 2, "torch finds no GPU here"),
+        (["--device", "cpu"], 9, "--ranks: a node has at most 8"),
+        (["--device", "cpu", "--ranks-per-node", "9"], 18, "--ranks-per-node: must be at most 8"),
+        (["--device", "cpu", "--ranks-per-node", "3"], 4, "4 ranks are no nodes of 3"),
+        (["--device", "cpu", "--mode", "nodes"], 4, "give --ranks-per-node"),
+    ],
+)
+def test_ranks_that_cannot_be_started_are_refused(
+    arguments: list[str], num_ranks: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    chosen = options.parse(arguments)
+    with pytest.raises(SystemExit, match=f"deep_comm bench: error: .*{said}"):
+        options.check_ranks(chosen, num_ranks)
+    options.check_ranks(options.parse(["--device", "cpu", "--ranks-per-node", "2"]), 4)
 
 
 def test_ranks_that_are_no_nodes_are_refused() -> None:

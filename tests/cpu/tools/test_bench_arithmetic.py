@@ -8,13 +8,13 @@ import torch
 from payload import assert_same_bits
 
 from deep_comm import Config, reference
-from deep_comm.bench import link, measure, operations, options, payload, plot, report, targets, tune
+from deep_comm.bench import link, measure, operations, options, payload, plot, report, targets
 from deep_comm.bench.expected import ALIGNMENT, Expected, cast
 from deep_comm.bench.line import Line
-from deep_comm.bench.measure import Effort, Sample, Timing
+from deep_comm.bench.measure import Sample, Timing
+from deep_comm.bench.names import MEANINGS, ROUTINGS, Effort
 from deep_comm.bench.scenarios import MAX_TWO_TIER_SMS, configs_of, scenarios_of
 from deep_comm.bench.workload import (
-    ROUTINGS,
     Volume,
     Workload,
     mean_volume,
@@ -23,6 +23,7 @@ from deep_comm.bench.workload import (
     volume,
 )
 from deep_comm.reference import low_latency as reference_low_latency
+from deep_comm.tune import choices as tune
 
 SMALL = Workload(num_ranks=3, num_tokens=12, hidden=160, num_experts=7, num_topk=2)
 HOST = torch.device("cpu")
@@ -350,9 +351,10 @@ def test_the_table_has_a_row_per_line_and_marks_host_waits() -> None:
     header, first, second = text.splitlines()
     assert header.split()[:3] == ["operation", "mode", "SMs"] and "rail" not in header
     cells = first.split()
-    assert cells[:5] == ["dispatch", "direct", "24", "eager", "500.0"]
-    assert "15.0w" in cells and cells[-4:] == ["150.00", "300.00", "400.00", "90.0"]
-    assert "24 (6/256)" in second and second.split()[-4:] == ["-"] * 4
+    assert cells[:6] == ["dispatch", "direct", "24", "eager", "200000000", "500.0"]
+    # wire MB, algbw, busbw, % limit, #wrong
+    assert "15.0w" in cells and cells[-5:] == ["150.00", "400.00", "300.00", "90.0", "0"]
+    assert "24 (6/256)" in second and second.split()[-5:] == ["-"] * 4 + ["0"]
     between = line("combine", 1000.0, mode="two-tier", rail_bytes=45_000_000, rail_limit=50.0)
     assert report.table([between]).split()[-3:] == ["45.00", "45.00", "90.0"]
 
@@ -367,7 +369,7 @@ def test_the_low_latency_table() -> None:
     header, cells = report.table([made]).splitlines()
     assert header.split()[:4] == ["operation", "layout", "dtype", "phases"]
     assert cells.split()[:8] == ["pair", "compact", "fp8,", "logfmt", "hooked", "eager", "24", "16"]
-    assert cells.split()[-5:] == ["3000.0", "9.0", "1.0", "+", "2.2"]
+    assert cells.split()[-8:] == ["3000.0", "0.00", "150.00", "9.0", "0", "1.0", "+", "2.2"]
     found = made.to_json()
     assert found["num_blocks"] == 24 and found["floor_us"] == pytest.approx(9.0)
 
@@ -449,7 +451,7 @@ def test_the_quick_profile_asks_for_every_line_that_targets_need() -> None:
         num_sms = 20 if it.config is None else it.config.num_sms
         how = {"workload": it.workload, "mode": it.mode, "num_sms": num_sms}
         lines += [line(name, 1.0, **how) for name, _, execution in it.calls if execution == "eager"]
-        assert {name for name, *_ in it.calls} <= set(operations.MEANINGS)
+        assert {name for name, *_ in it.calls} <= set(MEANINGS)
         if it.with_rivals:
             lines.append(line("NCCL all_to_all_single", 1.0, **{**how, **RIVAL}))
     assert all(verdict["measured"] is not None for verdict in targets.judge(lines, 4))

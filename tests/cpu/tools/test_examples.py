@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import warm
 
-from deep_comm.examples import picture
+from deep_comm.trace import picture
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,7 +76,7 @@ def test_a_ring_under_many_schedules_and_broken(tmp_path: Path) -> None:
 
 
 def test_an_example_that_does_not_exist_is_named() -> None:
-    from deep_comm.examples.simulated import wrong_words
+    from deep_comm.simulate.example import wrong_words
 
     with pytest.raises(ValueError, match="one_flag or ring"):
         wrong_words("two_flags", 0, num_words=4)

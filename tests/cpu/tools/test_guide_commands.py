@@ -31,7 +31,8 @@ INLINE_ELSEWHERE = {
     "torchrun --nproc-per-node 4 example.py": "test_readme.py",
     "torchrun --nproc-per-node 4 layer.py": "test_guide_layer.py",
     "--seed S": "S is the reader's; the block of testing.md has a number",
-    "-m deep_comm.bench": "minutes here; test_bench*.py run it with fewer sizes",
+    "deep_comm tune": "minutes; test_bench.py runs it with fewer sizes",
+    "deep_comm bench": "minutes here; test_bench*.py run it with fewer sizes",
 }
 
 
@@ -40,7 +41,7 @@ def _reason(text: str, table: dict[str, str]) -> str | None:
 
 
 def _marks(text: str) -> list[pytest.MarkDecorator]:
-    long = any(word in text for word in ("moe_transformer", "examples.overlap", "decode_graph"))
+    long = any(word in text for word in ("moe_transformer", "examples overlap", "decode_graph"))
     return [pytest.mark.slow] if long else []
 
 
@@ -73,10 +74,10 @@ def test_blocks_are_shell(block: str) -> None:
 @pytest.mark.parametrize(("module", "arguments"), BENCHES, ids=lambda part: " ".join(part))
 def test_benches_know_their_arguments(module: str, arguments: tuple[str, ...]) -> None:
     """What takes minutes to run, or GPUs: every word is one that the bench has."""
-    if module == "deep_comm.bench.tables":
+    if module == "bench.tables":
         assert arguments and all(word.endswith(".json") for word in arguments)
     else:
-        assert module == "deep_comm.bench"
+        assert module == "bench"
         options.parse(["--device", "cuda", *arguments])
 
 

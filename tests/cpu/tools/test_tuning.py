@@ -11,7 +11,7 @@ import torch
 
 import deep_comm
 from deep_comm import ArgumentError, config, errors, local, tuning
-from deep_comm.bench import tune
+from deep_comm.tune import choices as tune
 from deep_comm.tuning import COMBINE, DISPATCH, DefaultConfig, Model, modelled_num_sms
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""deep_ep, as deep_comm offers it: see ``python -m deep_comm.compat``."""
+"""deep_ep, as deep_comm offers it: see ``deep_comm compat``."""
 
 from typing import Any
 

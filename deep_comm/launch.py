@@ -1,4 +1,4 @@
-"""How the examples start their ranks."""
+"""How the demo and the examples start their ranks."""
 
 from __future__ import annotations
 

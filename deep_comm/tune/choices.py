@@ -1,4 +1,4 @@
-"""Which Config to use on this machine, chosen from the lines of a bench run (tools/tune)."""
+"""Which Config to use on this machine, chosen from the lines of a bench run."""
 
 from __future__ import annotations
 

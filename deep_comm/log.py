@@ -1,0 +1,77 @@
+"""The log: Python's logger ``deep_comm``. ``DEEP_COMM_LOG`` sets its level: warning, info, debug.
+
+info: Buffers and layers that are built, reset and destroyed, ranks that are masked, memory that is
+added. debug: every call with its sizes and path. Calls are wrapped when a Buffer is built, if the
+level is debug then; else they cost nothing. How many calls took which path: ``buffer.stats()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from deep_comm.settings import env
+
+logger = logging.getLogger("deep_comm")
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
+
+
+def set_up() -> None:
+    """Do what DEEP_COMM_LOG asks for. Handlers that a program has made are left as they are."""
+    level = env.LOG.get()
+    if level is None:
+        return
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)
+
+
+def brief(value: Any) -> str:
+    """Shapes instead of contents, types instead of objects."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        ends = "()" if isinstance(value, tuple) else "[]"
+        inside = ", ".join(map(brief, value)) if len(value) <= 8 else f"{len(value)} items"
+        return ends[0] + inside + ends[1]
+    if value is None or isinstance(value, (bool, int, float, str, tuple)):
+        return repr(value)
+    return type(value).__name__
+
+
+def show_calls(owner: Any, names: Sequence[str], stats: Callable[[], Any]) -> None:
+    """If the level is debug, let these methods of ``owner`` say what they did.
+
+    Args:
+        stats: BufferStats, before and after a call; what has changed is its path.
+    """
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    for name in names:
+        setattr(owner, name, _shown(weakref.ref(owner), getattr(type(owner), name), stats))
+
+
+def _shown(owner: Any, method: Callable[..., Any], stats: Callable[[], Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        before, started = vars(stats()), time.perf_counter()
+        result = method(owner(), *arguments, **options)
+        host_us = (time.perf_counter() - started) * 1e6
+        paths = [path for path, count in vars(stats()).items()
+                 if path.endswith(("_direct", "_rings")) and count > before[path]]  # fmt: skip
+        given = [*map(brief, arguments), *(f"{name}={brief(it)}" for name, it in options.items())]
+        path = f" by {', '.join(paths)}" if paths else ""
+        logger.debug("%s(%s) -> %s%s, %.0f us on the host", method.__qualname__, ", ".join(given),
+                     brief(result), path, host_us)  # fmt: skip
+        return result
+
+    return call
