@@ -23,14 +23,14 @@ PACKAGE = "deep_comm"
 # deep_comm`; what stands above it uses that, as a user does.
 LEVELS = (
     ("_core", "_cuda", "_nvshmem", "_version"),
-    ("errors",),
+    ("errors", "triton"),
     ("settings",),
     ("events", "local", "processes", "ranks", "trace"),
     ("backends", "config", "reference"),
     ("handle", "tuning"),
     ("context",),
     ("low_latency", "normal"),
-    ("internode",),
+    ("internode", "tp"),
     ("buffer",),
     ("layer",),
     (PACKAGE,),
