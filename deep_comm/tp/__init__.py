@@ -1,0 +1,1 @@
+"""Tensor parallelism: matrix products that wait for their rows."""
