@@ -29,7 +29,7 @@ LEVELS = (
     ("backends", "config", "reference"),
     ("handle", "tuning"),
     ("context",),
-    ("low_latency", "normal"),
+    ("low_latency", "normal", "symmetric"),
     ("internode", "tp"),
     ("buffer",),
     ("layer",),

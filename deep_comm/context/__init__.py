@@ -70,6 +70,7 @@ class Context:
         with self.backend.device_scope():
             self.rendezvous.require_equal(
                 {
+                    **settings.agreed,
                     "num_nvl_bytes": settings.num_nvl_bytes,
                     "num_direct_bytes": settings.num_direct_bytes,
                     "num_max_experts": settings.num_max_experts,
@@ -191,7 +192,8 @@ class Context:
             end - direct_bytes, end, self.backend.streams, self.backend.framework
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
-        self.failures = Failures(self.engine, self.backend, self.low_latency_bytes > 0)
+        has_unordered = self.low_latency_bytes > 0 or settings.has_words
+        self.failures = Failures(self.engine, self.backend, has_unordered)
         self.native_calls = self._bind_calls(rail_reads_late)
         self.native_calls.set_members(list(self.membership))
         if settings.num_direct_bytes != 0:  # nobody asked for rings
