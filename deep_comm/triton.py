@@ -64,7 +64,7 @@ def wait_word(word, expected, fault, waiter, timeout_ns):
     Add the result to the offset of the loads that must come after the wait. A pipelined loop moves
     loads ahead of everything that they do not depend on.
 
-    word: pointer to int64. expected: int64. waiter, timeout_ns: integers; waiter is not 0. fault:
+    word: pointer to int64. expected, waiter, timeout_ns: integers; waiter is not 0. fault:
     pointer to an int64 that is 0 while all is well. When the time is over, the first thread stores
     ``waiter`` there and all waits return at once: results are garbage, and the host finds the
     fault.
@@ -72,7 +72,13 @@ def wait_word(word, expected, fault, waiter, timeout_ns):
     return tl.inline_asm_elementwise(
         _WAIT,
         "=r,l,l,l,l,l",
-        [word, expected, fault, tl.cast(waiter, tl.int64), tl.cast(timeout_ns, tl.int64)],
+        [
+            word,
+            tl.cast(expected, tl.int64),
+            fault,
+            tl.cast(waiter, tl.int64),
+            tl.cast(timeout_ns, tl.int64),
+        ],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
