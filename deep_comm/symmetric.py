@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deep_comm._version import __version__
 from deep_comm.backends.foreign import bytes_at
-from deep_comm.context import Context
+from deep_comm.context import Context, release_at_exit
 from deep_comm.errors import BufferTooSmall, UnsupportedError
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.settings import env, integers
@@ -118,6 +118,7 @@ class SymmetricMemory:
         self._context = Context(group, comm, settings)
         self._finalizer = weakref.finalize(self, self._context.close)
         self._finalizer.atexit = False  # as a Buffer's
+        release_at_exit(self)
         self.rank = self._context.rank
         self.group_size = self._context.num_ranks
         self.device = self._context.device
@@ -130,7 +131,7 @@ class SymmetricMemory:
         calls.set_staging(offset=begin, num_bytes=staging)
         self._next = begin + 2 * staging
         self._end = self._next + _whole_lines(num_bytes)
-        self._signal, self._wait = calls.signal_word, calls.await_word
+        self._word_calls = calls.signal_word, calls.await_word
         self._bases = torch.tensor(self._context.heap.peer_bases, device=self.device)
 
     def __enter__(self) -> SymmetricMemory:
@@ -193,7 +194,7 @@ class SymmetricMemory:
         """``count`` words that are zero on every rank. Collective; raises as ``empty``."""
         integers.require("count", count, 1)
         offset = self._take(2 * count * _WORD, {"count of words": count})
-        made = Words(self, self._context, offset, count)
+        made = Words(self._context, *self._word_calls, offset, count)
         self._words.append(made)
         return made
 
@@ -229,6 +230,10 @@ class SymmetricMemory:
         """Free this rank's resources. Idempotent. Waits for its own kernels, never for a peer."""
         self._context.native_calls.require_no_other_thread()
         self._finalizer()
+        self._release_group()
+
+    def _release_group(self) -> None:
+        """See Buffer."""
         self._context.rendezvous.release()
 
 
@@ -267,9 +272,16 @@ class Words:
     that waits, and one rank that signals, or several if waits are for all of them.
     """
 
-    def __init__(self, memory: SymmetricMemory, context: Context, offset: int, count: int) -> None:
-        self._memory, self._context, self._count = memory, context, count
-        self._offset = offset
+    def __init__(
+        self,
+        context: Context,
+        signal: Callable[[int, int], None],
+        wait: Callable[[int, int, int], None],
+        offset: int,
+        count: int,
+    ) -> None:
+        self._context, self._signal, self._wait = context, signal, wait
+        self._offset, self._count = offset, count
         self._both = SymmetricTensor(context, offset, (2, count), torch.int64)
         self.local = self._both.local[0]
         """int64 [count]: this rank's words."""
@@ -284,7 +296,7 @@ class Words:
         Raises:
             ArgumentError: there is no such word or rank.
         """
-        self._memory._signal(self._address(index, peer), peer)
+        self._signal(self._address(index, peer), peer)
 
     def wait(self, index: int, peer: int) -> None:
         """Let the current stream wait for the next signal to this rank's word ``index``. What the
@@ -299,7 +311,7 @@ class Words:
         """
         integers.require("peer", peer, 0, self._context.num_ranks - 1)
         word = self._address(index, self._context.rank)
-        self._memory._wait(word, word + self._count * _WORD, peer)
+        self._wait(word, word + self._count * _WORD, peer)
 
     def clear(self) -> None:
         """Words and counts of this rank become zero. For ``SymmetricMemory.reset``."""
