@@ -219,6 +219,14 @@ class BufferCalls:
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]
     barrier: Callable[[], None]
+    # Those of csrc/bind/calls_tp.cpp.
+    all_gather: Callable[..., Any]
+    reduce_scatter: Callable[..., Any]
+    all_reduce: Callable[..., Any]
+    signal_word: Callable[[int, int], None]
+    await_word: Callable[[int, int, int], None]
+    def set_staging(self, *, offset: int, num_bytes: int) -> None:
+        """Where collectives stage: two parts of num_bytes, from the heap's base."""
     def require_no_other_thread(self) -> None:
         """Raise UnsupportedError while another thread is in a call."""
     has_pending: bool  # a dispatch has been sent, and not been received

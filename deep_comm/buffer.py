@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import difflib
 import functools
 import inspect
@@ -23,7 +22,7 @@ from deep_comm._version import __version__
 from deep_comm.backends import resolve_device
 from deep_comm.backends.architectures import runs_on
 from deep_comm.config import Config
-from deep_comm.context import Context
+from deep_comm.context import Context, release_at_exit
 from deep_comm.context.shape import (
     MemoryEstimate,
     Mode,
@@ -48,15 +47,6 @@ if TYPE_CHECKING:
     from deep_comm.trace import Recording
 
 __all__ = ["Buffer"]
-
-
-_living: weakref.WeakSet[Buffer] = weakref.WeakSet()
-
-
-@atexit.register
-def _release_groups() -> None:
-    for buffer in list(_living):
-        buffer._release_group()
 
 
 class Buffer(InternodeCalls, LowLatencyCalls):
@@ -197,7 +187,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         self._finalizer.atexit = False
         self.rank = self._context.rank
         self.group = group if group is not None else comm
-        _living.add(self)
+        release_at_exit(self)
         self.group_size = self._context.num_ranks
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes

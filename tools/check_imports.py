@@ -23,14 +23,14 @@ PACKAGE = "deep_comm"
 # deep_comm`; what stands above it uses that, as a user does.
 LEVELS = (
     ("_core", "_cuda", "_nvshmem", "_version"),
-    ("errors",),
+    ("errors", "triton"),
     ("settings",),
     ("events", "local", "log", "processes", "ranks", "trace"),
     ("backends", "config", "launch", "reference"),
     ("handle", "tuning"),
     ("context", "results"),
-    ("low_latency", "normal"),
-    ("internode",),
+    ("low_latency", "normal", "symmetric"),
+    ("internode", "tp"),
     ("buffer",),
     ("layer",),
     ("_public",),

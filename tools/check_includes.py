@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks that csrc/ is layered: includes point downward, and the hardware is behind one door.
 
-    arch -> layout -> sync -> {channel, move} -> {intranode, internode, low_latency, bench,
-    examples} -> host -> host/calls -> bind
+    arch -> layout -> sync -> {channel, move} -> {intranode, internode, low_latency, tp,
+    bench, examples} -> host -> host/calls -> bind
 
 A file may include its own folder and the folders to its left. Folders in one pair of braces do not
 see each other. The host executor, csrc/simt, sees only itself and arch, and is seen only by
@@ -30,6 +30,7 @@ LEVELS = {
     "device/intranode": 4,
     "device/internode": 4,
     "device/low_latency": 4,
+    "device/tp": 4,
     "device/bench": 4,
     "device/examples": 4,
     "host": 5,

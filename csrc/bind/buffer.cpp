@@ -158,6 +158,7 @@ void bind_buffer(py::module_& m) {
       "Raises UnsupportedError while another thread is in a call.");
   def_call<&call_get_dispatch_layout>(buffer, "get_dispatch_layout");
   bind_normal_calls(m, buffer);
+  bind_tp_calls(buffer);
 }
 
 }  // namespace deep_comm

@@ -74,6 +74,7 @@ using BufferClass = pybind11::class_<BoundBuffer, std::shared_ptr<BoundBuffer>>;
 
 // The calls of BufferCalls, each in the file of its name.
 void bind_normal_calls(pybind11::module_& m, BufferClass& buffer);
+void bind_tp_calls(BufferClass& buffer);
 
 pybind11::object list_of(const std::vector<int>& numbers);
 

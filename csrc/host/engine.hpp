@@ -76,6 +76,12 @@ class Engine final : public EngineCalls {
   void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
                         uint64_t stream) override;
 
+  // Tensor parallelism; defined in tp_impl.hpp.
+  void collective(CollectiveArgs args, Dtype dtype, int element_type, int max_blocks,
+                  uint64_t stream) override;
+  void signal_word(const WordArgs& args, uint64_t stream) override;
+  void await_word(const WordArgs& args, uint64_t stream) override;
+
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it, or of what enable_internode has left, and what lies
   // before them to the words of groups of several nodes. Once, before anything is launched.
@@ -231,6 +237,8 @@ class Engine final : public EngineCalls {
   template <class KernelType>
   void launch_in(const World& world, const LaunchConfig& config, typename KernelType::Args args,
                  uint64_t stream);
+  template <Collective kOp>
+  void prepare_collective();
   // Of this rank alone, for local kernels over rows that came from several nodes.
   World world_alone() const;
 

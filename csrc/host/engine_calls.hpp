@@ -10,6 +10,7 @@
 #include "device/internode/args.cuh"
 #include "device/intranode/args.cuh"
 #include "device/low_latency/rail_args.cuh"
+#include "device/tp/args.cuh"
 #include "host/low_latency_plan.hpp"
 #include "host/plans.hpp"
 
@@ -110,6 +111,14 @@ class EngineCalls {
   virtual std::optional<int> wait_low_latency_num_tokens() = 0;
   virtual void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
                                    uint64_t stream) = 0;
+
+  // ---- tensor parallelism, inside a node
+  // args: op, x, out, num_bytes, staging. As many blocks as the shards need, at most max_blocks.
+  // element_type: a number for the type of x, which the ranks compare.
+  virtual void collective(CollectiveArgs args, Dtype dtype, int element_type, int max_blocks,
+                          uint64_t stream) = 0;
+  virtual void signal_word(const WordArgs& args, uint64_t stream) = 0;
+  virtual void await_word(const WordArgs& args, uint64_t stream) = 0;
 
   // ---- between nodes
   virtual void internode_layout(InternodeLayoutArgs args, uint64_t stream) = 0;

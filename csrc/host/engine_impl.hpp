@@ -7,6 +7,7 @@
 #include "device/intranode/kernels.cuh"
 #include "device/low_latency/kernels.cuh"
 #include "device/low_latency/rail_kernels.cuh"
+#include "device/tp/kernels.cuh"
 #include "host/engine.hpp"
 
 namespace deep_comm {
@@ -79,6 +80,12 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
   target_.template prepare<CombineKernel<Dtype::kBfloat16>>();
   target_.template prepare<CombineKernel<Dtype::kFloat16>>();
   target_.template prepare<CombineKernel<Dtype::kFloat32>>();
+  prepare_collective<Collective::kAllGather>();
+  prepare_collective<Collective::kReduceScatter>();
+  prepare_collective<Collective::kAllReduceOnce>();
+  prepare_collective<Collective::kAllReduceTwice>();
+  target_.template prepare<SignalWordKernel>();
+  target_.template prepare<AwaitWordKernel>();
 }
 
 template <class Target>
@@ -361,3 +368,4 @@ void Engine<Target>::set_generation(uint32_t generation) {
 #include "host/low_latency_impl.hpp"
 #include "host/low_latency_rail_impl.hpp"
 #include "host/normal_impl.hpp"
+#include "host/tp_impl.hpp"

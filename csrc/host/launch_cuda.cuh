@@ -39,6 +39,11 @@ DC_LAUNCHED_AS(notify)
 DC_LAUNCHED_AS(dispatch)
 DC_LAUNCHED_AS(combine)
 DC_LAUNCHED_AS(barrier)
+DC_LAUNCHED_AS(all_gather)
+DC_LAUNCHED_AS(reduce_scatter)
+DC_LAUNCHED_AS(all_reduce)
+DC_LAUNCHED_AS(signal_word)
+DC_LAUNCHED_AS(await_word)
 DC_LAUNCHED_AS(local)
 #undef DC_LAUNCHED_AS
 
@@ -57,6 +62,16 @@ constexpr auto entry_of() {
     return &kernels::notify<KernelType>;
   } else if constexpr (kName == Kernel::kBarrier) {
     return &kernels::barrier<KernelType>;
+  } else if constexpr (kName == Kernel::kAllGather) {
+    return &kernels::all_gather<KernelType>;
+  } else if constexpr (kName == Kernel::kReduceScatter) {
+    return &kernels::reduce_scatter<KernelType>;
+  } else if constexpr (kName == Kernel::kAllReduce) {
+    return &kernels::all_reduce<KernelType>;
+  } else if constexpr (kName == Kernel::kSignalWord) {
+    return &kernels::signal_word<KernelType>;
+  } else if constexpr (kName == Kernel::kAwaitWord) {
+    return &kernels::await_word<KernelType>;
   } else if constexpr (kName == Kernel::kLayout) {
     return &kernels::layout<KernelType>;
   } else {

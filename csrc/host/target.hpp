@@ -79,6 +79,10 @@ struct Tuning {
   int number_threads;  // number_rows
   int expand_threads;
   int reduce_experts_threads;
+  int num_collective_warps;  // of a block, after the first
+  // of a shard, that a block takes at a time: at least while there are blocks left, and at most
+  int least_part_vecs;
+  int most_part_vecs;
 };
 
 }  // namespace deep_comm

@@ -45,7 +45,10 @@ class CudaTarget {
                                      .num_tier_meta_warps = 3,
                                      .number_threads = 512,
                                      .expand_threads = 1024,
-                                     .reduce_experts_threads = 640};
+                                     .reduce_experts_threads = 640,
+                                     .num_collective_warps = 15,
+                                     .least_part_vecs = 256,
+                                     .most_part_vecs = 4096};
 
   CudaTarget(int rank, int device)
       : device_(device), smem_bytes_limit_(cuda_smem_bytes_limit(device)) {

@@ -49,7 +49,10 @@ class HostTarget {
       .num_tier_meta_warps = 1,
       .number_threads = 64,
       .expand_threads = 64,
-      .reduce_experts_threads = 64};
+      .reduce_experts_threads = 64,
+      .num_collective_warps = 6,
+      .least_part_vecs = 2,
+      .most_part_vecs = 3};
 
   // simulation: not owned, may be null. device: the rank of the simulated machine to run
   // on, or -1: the same rank.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import uuid
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,20 @@ from deep_comm.settings.buffer import Settings
 if TYPE_CHECKING:
     from deep_comm._core import Engine
     from deep_comm.trace.rings import Rings
+
+
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def release_at_exit(owner: Any) -> None:
+    """Call ``owner._release_group`` at the end of the program, if it lives then."""
+    _living.add(owner)
+
+
+@atexit.register
+def _release_groups() -> None:
+    for owner in list(_living):
+        owner._release_group()
 
 
 def _rounded(num_bytes: int) -> int:
@@ -70,6 +86,7 @@ class Context:
         with self.backend.device_scope():
             self.rendezvous.require_equal(
                 {
+                    **settings.agreed,
                     "num_nvl_bytes": settings.num_nvl_bytes,
                     "num_direct_bytes": settings.num_direct_bytes,
                     "num_max_experts": settings.num_max_experts,
@@ -191,7 +208,8 @@ class Context:
             end - direct_bytes, end, self.backend.streams, self.backend.framework
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
-        self.failures = Failures(self.engine, self.backend, self.low_latency_bytes > 0)
+        has_unordered = self.low_latency_bytes > 0 or settings.has_words
+        self.failures = Failures(self.engine, self.backend, has_unordered)
         self.native_calls = self._bind_calls(rail_reads_late)
         self.native_calls.set_members(list(self.membership))
         if settings.num_direct_bytes != 0:  # nobody asked for rings

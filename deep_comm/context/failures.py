@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 class Failures:
     """Of one Buffer."""
 
-    def __init__(self, engine: Engine, backend: Backend, has_low_latency: bool) -> None:
+    def __init__(self, engine: Engine, backend: Backend, has_unordered: bool) -> None:
         self._engine, self._backend = engine, backend
-        self._has_low_latency = has_low_latency
+        self._has_unordered = has_unordered
         self.trace_rings: Rings | None = None
 
     def synchronize(self) -> None:
         """Wait for this rank's kernels."""
         self._backend.synchronize()
-        if self._has_low_latency and not self._backend.is_synchronous:
+        if self._has_unordered and not self._backend.is_synchronous:
             torch.cuda.synchronize(self._backend.device)  # these calls run on the callers' streams
 
     def raise_recorded(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deep_comm.settings import checks, integers
@@ -35,6 +35,9 @@ class Settings:
     num_qps: int = 24  # queues to each node
     rail: str | None = None  # see deep_comm.ranks.rail
     trace_calls: int = 0  # see deep_comm.trace; may differ between ranks
+    has_words: bool = False  # whose kernels run on the callers' streams, as low-latency ones
+    # What the other sizes were made of, by the caller's names: compared first.
+    agreed: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         integers.require("num_nvl_bytes", self.num_nvl_bytes, 0, integers.MOST_BYTES)

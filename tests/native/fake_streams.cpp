@@ -226,6 +226,18 @@ class LoggedEngine final : public EngineCalls {
            [=, this] { engine_.transpose_scales(args, config, stream); });
   }
 
+  void collective(CollectiveArgs args, Dtype dtype, int element_type, int max_blocks,
+                  uint64_t stream) override {
+    launch("collective", stream,
+           [=, this] { engine_.collective(args, dtype, element_type, max_blocks, stream); });
+  }
+  void signal_word(const WordArgs& args, uint64_t stream) override {
+    launch("signal_word", stream, [=, this] { engine_.signal_word(args, stream); });
+  }
+  void await_word(const WordArgs& args, uint64_t stream) override {
+    launch("await_word", stream, [=, this] { engine_.await_word(args, stream); });
+  }
+
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const override {
     return engine_.plan_low_latency(options);
   }

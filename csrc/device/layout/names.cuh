@@ -29,6 +29,9 @@ enum class Kernel : uint32_t {
   kInternodeDispatch,
   kInternodeCombine,
   kBarrier,
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
   kNumberRows,
   kExpandRows,
   kReduceExperts,
@@ -36,6 +39,8 @@ enum class Kernel : uint32_t {
   kNumberReceived,
   kExpandReceived,
   kShrinkBarrier,
+  kSignalWord,
+  kAwaitWord,
   kCount
 };
 
@@ -59,6 +64,9 @@ enum class Stage : uint32_t {
   kRailTail,       // forwarder, or the reducer of combine: a row from another node
   kBlamed,         // a neighbour gave up waiting for that rank
   kShrinkBarrier,  // the ranks that go on without others
+  kStaged,         // collectives: parts of a peer's input
+  kSummed,         // collectives: parts of a peer's sum
+  kSignal,         // a word of symmetric memory
   kCount
 };
 
@@ -90,6 +98,9 @@ enum class Word : uint32_t {
   kBlamed,
   kLanded,
   kProposal,  // ranks to be left out, a bit each
+  kStaged,
+  kSummed,
+  kSignal,
   kCount
 };
 
@@ -107,24 +118,29 @@ inline constexpr const char* kKernelNames[] = {"get_dispatch_layout",
                                                "internode_dispatch",
                                                "internode_combine",
                                                "barrier",
+                                               "all_gather",
+                                               "reduce_scatter",
+                                               "all_reduce",
                                                "number_rows",
                                                "expand_rows",
                                                "reduce_experts",
                                                "transpose_scales",
                                                "number_received",
                                                "expand_received",
-                                               "reset"};
+                                               "reset",
+                                               "signal",
+                                               "wait"};
 inline constexpr const char* kStageNames[] = {
-    "entry_barrier", "counts",    "channel_offsets", "ring_credit",     "ring_tail",
-    "reduce",        "done",      "retire",          "check_arguments", "buffer_credit",
-    "rows",          "weights",   "announced",       "participants",    "rail_barrier",
-    "rail_credit",   "rail_tail", "blamed",          "shrink_barrier"};
+    "entry_barrier",  "counts",       "channel_offsets", "ring_credit",   "ring_tail", "reduce",
+    "done",           "retire",       "check_arguments", "buffer_credit", "rows",      "weights",
+    "announced",      "participants", "rail_barrier",    "rail_credit",   "rail_tail", "blamed",
+    "shrink_barrier", "staged",       "summed",          "signal"};
 inline constexpr const char* kWordNames[] = {
-    "arrived",   "done",         "head",          "tail",      "start_offset", "end_offset",
-    "progress",  "topk_idx",     "num_recv_rows", "header",    "operation",    "consumed",
-    "announced", "token_count",  "weight",        "route",     "row",          "scale",
-    "mask",      "rail_arrived", "rail_head",     "rail_tail", "rail_header",  "num_forward_rows",
-    "blamed",    "landed",       "reset(without)"};
+    "arrived",   "done",         "head",           "tail",      "start_offset", "end_offset",
+    "progress",  "topk_idx",     "num_recv_rows",  "header",    "operation",    "consumed",
+    "announced", "token_count",  "weight",         "route",     "row",          "scale",
+    "mask",      "rail_arrived", "rail_head",      "rail_tail", "rail_header",  "num_forward_rows",
+    "blamed",    "landed",       "reset(without)", "staged",    "summed",       "signal"};
 static_assert(sizeof(kErrorKindNames) / sizeof(char*) == static_cast<size_t>(ErrorKind::kCount));
 static_assert(sizeof(kKernelNames) / sizeof(char*) == static_cast<size_t>(Kernel::kCount));
 static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::kCount));

@@ -68,6 +68,11 @@ struct RailReads {
   }
 };
 
+// Of collectives: two parts at the same place of every rank's heap.
+struct Staging {
+  size_t offset = 0, num_bytes = 0;  // from the heap's base; of one part
+};
+
 class CallContext {
  public:
   // While a thread is in a call. A call lets go of the interpreter's lock where it waits, so that
@@ -113,6 +118,7 @@ class CallContext {
   EarlyDispatches early_dispatches;
   PlanCache<TwoTierKey, RingPlan> two_tier_plans;
   RailReads rail_reads;
+  Staging staging;
   RegionUse region_use;
   std::shared_ptr<PendingCall> pending;
   std::shared_ptr<const BufferToken> token;

@@ -1,0 +1,165 @@
+#include "host/calls/collective.hpp"
+
+#include <algorithm>
+
+namespace deep_comm {
+
+namespace {
+
+constexpr int64_t kVecBytes = sizeof(Vec16);
+// Above these, two shots move less than one. Of two ranks they move the same.
+constexpr int64_t kMostOneShotBytes = 512 << 10, kMostOneShotBytesOfMany = 256 << 10;
+
+struct CheckedCollective {
+  Collective op;
+  TensorRef x;
+  TensorSpec out;
+  Dtype dtype = Dtype::kBfloat16;
+  int max_blocks = 1;
+  int64_t num_bytes = 0, shard_bytes = 0, shard_vecs = 0;
+};
+
+void require_x(const CallContext& context, const TensorRef& x, bool has_rows, bool is_added) {
+  using Which = GivenProperty::Which;
+  const auto refuse_x = [&](Which which, const std::string& rule) {
+    refuse_argument("x", given_property(which, x.object), rule);
+  };
+  if (x.kind != TensorRef::Kind::kTensor) refuse_x(Which::kTypeName, "must be a tensor");
+  if (!x.is_on_device) {
+    refuse_x(Which::kDevice, "must be on this memory's device " + context.device_name);
+  }
+  if (is_added && !(x.type == kBfloat16 || x.type == kFloat16 || x.type == kFloat32)) {
+    refuse_x(Which::kType, "must have dtype torch.bfloat16 or torch.float16 or torch.float32");
+  }
+  if (x.num_dims < (has_rows ? 1 : 0) || x.num_dims > kMaxTensorDims) {
+    refuse_x(Which::kShape, std::string("must have ") + (has_rows ? "1" : "0") + " to " +
+                                std::to_string(kMaxTensorDims) + " dimensions");
+  }
+  if (!x.is_contiguous()) refuse_x(Which::kShape, "must be contiguous");
+}
+
+// As x, with this many rows.
+TensorSpec spec_of(const TensorRef& x, int64_t num_rows) {
+  TensorSpec spec;
+  spec.type = x.type;
+  spec.num_dims = x.num_dims;
+  spec.shape = x.shape;
+  if (x.num_dims > 0) spec.shape[0] = num_rows;
+  int64_t stride = 1;
+  for (int dim = spec.num_dims - 1; dim >= 0; --dim) {
+    spec.strides[dim] = stride;
+    stride *= std::max<int64_t>(spec.shape[dim], 1);
+  }
+  return spec;
+}
+
+CheckedCollective check(const CallContext& context, Collective op, const TensorRef& x,
+                        const IntegerRef& num_sms) {
+  const bool has_rows = op == Collective::kAllGather || op == Collective::kReduceScatter;
+  require_x(context, x, has_rows, op != Collective::kAllGather);
+  const int num_ranks = context.group.num_ranks;
+  const int64_t num_rows = x.num_dims > 0 ? x.shape[0] : 1;
+  CheckedCollective checked{.op = op, .x = x, .out = spec_of(x, num_rows)};
+  const int most_blocks = std::min(kMaxChannels, context.rings.max_sms.value_or(kMaxChannels));
+  checked.max_blocks = static_cast<int>(require_integer("num_sms", num_sms, 1, most_blocks));
+  checked.dtype = x.type == kFloat32   ? Dtype::kFloat32
+                  : x.type == kFloat16 ? Dtype::kFloat16
+                                       : Dtype::kBfloat16;
+  checked.num_bytes = x.num_elements() * x.type.num_bytes;
+  checked.shard_bytes = checked.num_bytes;
+  if (op == Collective::kAllGather) {
+    checked.out = spec_of(x, num_rows * num_ranks);
+  } else if (op == Collective::kReduceScatter) {
+    if (num_rows % num_ranks != 0) {
+      refuse_argument(
+          "x", given_property(GivenProperty::Which::kShape, x.object),
+          "must have a first extent that the " + std::to_string(num_ranks) + " ranks divide");
+    }
+    checked.out = spec_of(x, num_rows / num_ranks);
+    checked.shard_bytes = checked.num_bytes / num_ranks;
+  } else if (op == Collective::kAllReduceTwice) {
+    checked.shard_bytes = align_up(ceil_div<int64_t>(checked.num_bytes, num_ranks), kVecBytes);
+  }
+  checked.shard_vecs = ceil_div(checked.shard_bytes, kVecBytes);
+  const bool has_shards = op == Collective::kReduceScatter || op == Collective::kAllReduceTwice;
+  const int64_t staged =
+      num_ranks == 1 ? 0 : checked.shard_vecs * kVecBytes * (has_shards ? num_ranks : 1);
+  if (staged > static_cast<int64_t>(context.staging.num_bytes)) {
+    refuse_memory("staging_bytes", context.staging.num_bytes, static_cast<size_t>(staged),
+                  "an x of " + std::to_string(checked.num_bytes) + " bytes");
+  }
+  return checked;
+}
+
+Object run(CallContext& context, const CheckedCollective& checked) {
+  CallOrder order(context.order, {});
+  MadeTensor out = context.memory.empty(checked.out, order);
+  if (checked.num_bytes > 0) {
+    CollectiveArgs args{};
+    args.op = checked.op;
+    args.x = pointer_of<uint8_t>(checked.x.address);
+    args.out = pointer_of<uint8_t>(out.address);
+    args.num_bytes = checked.num_bytes;
+    args.shard_bytes = checked.shard_bytes;
+    args.shard_vecs = checked.shard_vecs;
+    args.staging = context.staging.offset;
+    args.staging_bytes = context.staging.num_bytes;
+    context.launch([&] {
+      context.engine.collective(args, checked.dtype, static_cast<int>(checked.x.type.id),
+                                checked.max_blocks, order.stream());
+    });
+  }
+  order.finish({checked.x.object}, nullptr);
+  context.end();
+  return std::move(out.tensor);
+}
+
+Object collective(CallContext& context, Collective op, const TensorRef& x,
+                  const IntegerRef& num_sms) {
+  context.begin();
+  return run(context, check(context, op, x, num_sms));
+}
+
+}  // namespace
+
+Object all_gather(CallContext& context, const TensorRef& x, const IntegerRef& num_sms) {
+  return collective(context, Collective::kAllGather, x, num_sms);
+}
+
+Object reduce_scatter(CallContext& context, const TensorRef& x, const IntegerRef& num_sms) {
+  return collective(context, Collective::kReduceScatter, x, num_sms);
+}
+
+Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod method,
+                  const IntegerRef& num_sms) {
+  const int num_ranks = context.group.num_ranks;
+  const int64_t most = num_ranks <= 4 ? kMostOneShotBytes : kMostOneShotBytesOfMany;
+  const bool is_small = num_ranks <= 2 || x.num_elements() * x.type.num_bytes <= most;
+  const bool is_one_shot =
+      method == AllReduceMethod::kAuto ? is_small : method == AllReduceMethod::kOneShot;
+  return collective(context, is_one_shot ? Collective::kAllReduceOnce : Collective::kAllReduceTwice,
+                    x, num_sms);
+}
+
+void signal_word(CallContext& context, uintptr_t word, int peer) {
+  context.begin_unordered();
+  CallOrder order = CallOrder::unordered(context.order);
+  context.launch([&] {
+    context.engine.signal_word({{}, pointer_of<uint64_t>(word), nullptr, peer}, order.stream());
+  });
+  order.finish({}, nullptr);
+  context.end();
+}
+
+void await_word(CallContext& context, uintptr_t word, uintptr_t count, int peer) {
+  context.begin_unordered();
+  CallOrder order = CallOrder::unordered(context.order);
+  context.launch([&] {
+    context.engine.await_word({{}, pointer_of<uint64_t>(word), pointer_of<uint64_t>(count), peer},
+                              order.stream());
+  });
+  order.finish({}, nullptr);
+  context.end();
+}
+
+}  // namespace deep_comm

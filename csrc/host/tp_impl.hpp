@@ -1,0 +1,100 @@
+// Engine's methods for tensor parallelism; included by engine_impl.hpp.
+#pragma once
+
+#include <array>
+
+namespace deep_comm {
+
+namespace detail {
+
+// Calls visit with the kernel type of an operation. An all-gather copies bytes, of whatever type.
+template <Collective kOp, class Visit>
+void with_collective(Dtype dtype, const Visit& visit) {
+  if constexpr (!CollectiveForm<kOp>::kReduces) {
+    visit(CollectiveKernel<kOp, Dtype::kBfloat16>{});
+  } else {
+    switch (dtype) {
+      case Dtype::kBfloat16:
+        return visit(CollectiveKernel<kOp, Dtype::kBfloat16>{});
+      case Dtype::kFloat16:
+        return visit(CollectiveKernel<kOp, Dtype::kFloat16>{});
+      case Dtype::kFloat32:
+        return visit(CollectiveKernel<kOp, Dtype::kFloat32>{});
+    }
+  }
+}
+
+// A rank alone stages nothing.
+inline CollectiveRoles collective_roles(Collective op, int num_ranks, int num_warps) {
+  const int num_stage_warps = num_ranks == 1 ? 0 : (num_warps + 2) / 4;
+  const int num_others = num_warps - num_stage_warps;
+  if (op == Collective::kAllGather) return {num_stage_warps, 0, num_others};
+  if (op != Collective::kAllReduceTwice) return {num_stage_warps, num_others, 0};
+  return {num_stage_warps, num_others / 2, num_others - num_others / 2};
+}
+
+}  // namespace detail
+
+template <class Target>
+template <Collective kOp>
+void Engine<Target>::prepare_collective() {
+  for (const Dtype dtype : {Dtype::kBfloat16, Dtype::kFloat16, Dtype::kFloat32}) {
+    detail::with_collective<kOp>(
+        dtype, [&]<class KernelType>(KernelType) { target_.template prepare<KernelType>(); });
+  }
+}
+
+template <class Target>
+void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int element_type, int max_blocks,
+                                uint64_t stream) {
+  constexpr Tuning kTuning = Target::kTuning;
+  detail::require(!is_internode(), "collectives serve ranks inside a node");
+  args.roles = detail::collective_roles(args.op, world_.num_ranks, kTuning.num_collective_warps);
+  const int num_blocks = static_cast<int>(
+      min_of<int64_t>(max_blocks, ceil_div<int64_t>(args.shard_vecs, kTuning.least_part_vecs)));
+  args.part_vecs =
+      min_of<int64_t>(kTuning.most_part_vecs, ceil_div<int64_t>(args.shard_vecs, num_blocks));
+  args.num_parts = static_cast<int>(ceil_div(args.shard_vecs, args.part_vecs * num_blocks));
+  const auto half = [](int64_t value, int idx) { return static_cast<int>(value >> (32 * idx)); };
+  const std::array<int, 9> agreed = {static_cast<int>(args.op),
+                                     element_type,
+                                     num_blocks,
+                                     half(args.num_bytes, 0),
+                                     half(args.num_bytes, 1),
+                                     half(args.shard_bytes, 0),
+                                     half(args.shard_bytes, 1),
+                                     half(static_cast<int64_t>(args.staging_bytes), 0),
+                                     half(static_cast<int64_t>(args.staging_bytes), 1)};
+  const LaunchConfig config{.num_blocks = num_blocks,
+                            .num_threads = args.roles.num_warps() * kWarpSize,
+                            .smem_bytes = 16};
+  const auto launch_as = [&]<class KernelType>(KernelType) {
+    args.signature =
+        Operation::signature(KernelType::kName, agreed.data(), static_cast<int>(agreed.size()));
+    launch<KernelType>(config, args, stream);
+  };
+  switch (args.op) {
+    case Collective::kAllGather:
+      return detail::with_collective<Collective::kAllGather>(dtype, launch_as);
+    case Collective::kReduceScatter:
+      return detail::with_collective<Collective::kReduceScatter>(dtype, launch_as);
+    case Collective::kAllReduceOnce:
+      return detail::with_collective<Collective::kAllReduceOnce>(dtype, launch_as);
+    default:
+      return detail::with_collective<Collective::kAllReduceTwice>(dtype, launch_as);
+  }
+}
+
+template <class Target>
+void Engine<Target>::signal_word(const WordArgs& args, uint64_t stream) {
+  launch<SignalWordKernel>({.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args,
+                           stream);
+}
+
+template <class Target>
+void Engine<Target>::await_word(const WordArgs& args, uint64_t stream) {
+  launch<AwaitWordKernel>({.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args,
+                          stream);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,211 @@
+"""deep_comm.tp: all_gather, reduce_scatter and all_reduce have the bits of the reference."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import schedules
+import torch
+from collectives import FLOATS, OPS, Call, CollectiveCase, random_case, run_case, verify
+
+from deep_comm import errors, local, processes, tp
+from deep_comm.symmetric import SymmetricMemory
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+RANKS = (1, 2, 3, 4, 8)
+
+
+def on_threads(case: CollectiveCase, **options: Any) -> None:
+    run = lambda group: run_case(group, case, **options)
+    verify(case, local.run(run, case.num_ranks, timeout_s=60))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("op", OPS)
+def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None:
+    shapes = ((num_ranks, 64), (3 * num_ranks, 40), (num_ranks,), (5 * num_ranks, 7, 3))
+    calls = tuple(
+        Call(op, shape, dtype, num_sms)
+        for shape in shapes
+        for dtype, num_sms in zip(FLOATS, (1, 2, 3), strict=True)
+    )
+    on_threads(CollectiveCase(num_ranks, calls))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_may_begin_and_end_anywhere(op: str) -> None:
+    calls = tuple(
+        Call(op, (3, elements), dtype, 2, offset)
+        for elements in (1, 5, 8, 17)
+        for offset in (0, 1, 3)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    on_threads(CollectiveCase(3, calls))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.complex64])
+def test_an_all_gather_moves_any_dtype(dtype: torch.dtype) -> None:
+    def fn(group: Any) -> torch.Tensor:
+        with SymmetricMemory(group, 0, staging_bytes=1 << 12, device="cpu") as memory:
+            return tp.all_gather(torch.full((3, 5), memory.rank).to(dtype), memory)
+
+    wanted = torch.arange(3).repeat_interleave(3)[:, None].expand(9, 5).to(dtype)
+    assert all(torch.equal(result, wanted) for result in local.run(fn, 3, timeout_s=60))
+
+
+def test_copy_engines_gather_into_symmetric_memory() -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        out = memory.empty((6, 5), torch.float32)
+        for number in range(3):
+            x = torch.full((2, 5), 10.0 * memory.rank + number)
+            gathered = tp.all_gather(x, memory, out=out)
+            assert gathered.data_ptr() == out.local.data_ptr()
+            wanted = (10.0 * torch.arange(3) + number).repeat_interleave(2)
+            assert torch.equal(gathered, wanted[:, None].expand(6, 5))
+        for x, name in ((torch.ones(3, 5), "out"), (torch.ones(2, 5).bfloat16(), "x")):
+            with pytest.raises(errors.ArgumentError, match=name):
+                tp.all_gather(x, memory, out=out)
+
+    assert together(fn, 3) == [None] * 3
+
+
+def test_tensors_without_elements_launch_nothing() -> None:
+    calls = tuple(Call(op, (0, 5), torch.float32) for op in OPS)
+    on_threads(CollectiveCase(2, (*calls, Call("auto", (4,), torch.float32))))
+
+
+def test_a_number_is_reduced_as_a_tensor_without_dimensions() -> None:
+    on_threads(CollectiveCase(3, (Call("auto", (), torch.float32),)))
+
+
+def test_ranks_may_be_processes() -> None:
+    case = random_case(5, 2)
+    verify(case, processes.run(run_case, 2, case))
+
+
+@pytest.mark.parametrize("policy", schedules.POLICIES)
+def test_every_policy_gives_the_same_bits(policy: str) -> None:
+    schedules.run_policy(policy, random_case(3), run_case, verify)
+
+
+def test_every_schedule_gives_the_same_bits() -> None:
+    schedules.run_seeds(range(120), random_case, run_case, verify)
+
+
+def test_generations_wrap_around() -> None:
+    case = random_case(11)
+
+    def fn(group: Any) -> Any:
+        with SymmetricMemory(group, 0, staging_bytes=1 << 14, device="cpu") as memory:
+            memory._context.rendezvous.barrier()
+            memory._context.engine.set_generation(0xFFFFFFFE)
+            memory._context.rendezvous.barrier()
+            for number in range(4):
+                x = torch.full((3,), float(memory.rank + number))
+                total = tp.all_reduce(x, memory)
+                assert (total == sum(rank + number for rank in range(case.num_ranks))).all()
+
+    local.run(fn, case.num_ranks, timeout_s=60)
+
+
+FAULTS = ("weaken_release", "ignore_generation")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("op", OPS[:4])
+def test_a_left_out_step_is_noticed(fault: str, op: str) -> None:
+    calls = (Call(op, (6, 24), torch.float32),) * 3
+    case = CollectiveCase(2, calls)
+    schedules.pass_without_fault(case, run_case, verify, 4)
+    schedules.find_fault(fault, case, run_case, verify)
+
+
+def together(fn: Any, num_ranks: int, timeout_s: float = 20.0, **options: Any) -> list[Any]:
+    def main(group: Any) -> Any:
+        options_of = {"staging_bytes": 1 << 12, **options}
+        with SymmetricMemory(
+            group, 1 << 12, device="cpu", timeout_s=timeout_s, **options_of
+        ) as memory:
+            return fn(memory)
+
+    return local.run(main, num_ranks, timeout_s=60, return_errors=True)
+
+
+DIFFERENT = {
+    "another operation": lambda memory: tp.all_gather(torch.ones(4), memory),
+    "a barrier": lambda memory: memory.barrier(),
+    "another size": lambda memory: tp.all_reduce(torch.ones(5), memory),
+    "another dtype": lambda memory: tp.all_reduce(torch.ones(8).bfloat16(), memory),
+    "another method": lambda memory: tp.all_reduce(torch.ones(4), memory, method="two_shot"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_disagree_are_named(name: str) -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        if memory.rank == 1:
+            DIFFERENT[name](memory)
+        else:
+            tp.all_reduce(torch.ones(4), memory, method="one_shot")
+
+    for error in together(fn, 2):
+        assert isinstance(error, errors.ConfigMismatch), error
+
+
+def test_a_rank_that_never_comes_is_named_and_reset_takes_it_back() -> None:
+    is_over = threading.Event()
+
+    def fn(memory: SymmetricMemory) -> torch.Tensor:
+        try:
+            if memory.rank == 1:
+                is_over.wait(30)
+            else:
+                with pytest.raises(errors.PeerTimeout) as raised:
+                    tp.all_reduce(torch.ones(4), memory)
+                assert raised.value.peer == 1
+        finally:
+            is_over.set()
+        memory.reset()
+        return tp.all_reduce(torch.ones(4), memory)
+
+    for result in together(fn, 3, timeout_s=0.5):
+        assert isinstance(result, torch.Tensor) and (result == 3).all(), result
+
+
+REFUSED = {
+    "must be a tensor": lambda memory: tp.all_gather([1.0], memory),
+    "must be contiguous": lambda memory: tp.all_gather(torch.ones(4, 4).t(), memory),
+    "must have 1 to 8 dimensions": lambda memory: tp.all_gather(torch.tensor(1.0), memory),
+    "that the 2 ranks divide": lambda memory: tp.reduce_scatter(torch.ones(3, 2), memory),
+    "must have dtype": lambda memory: tp.all_reduce(torch.ones(4, dtype=torch.int64), memory),
+    "must be one of auto": lambda memory: tp.all_reduce(torch.ones(4), memory, method="nccl"),
+    "must be an integer of 1 to": lambda memory: tp.all_gather(torch.ones(4), memory, num_sms=0),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_bad_arguments_are_refused_by_rule(rule: str) -> None:
+    def fn(memory: SymmetricMemory) -> torch.Tensor:
+        with pytest.raises(errors.ArgumentError, match=rule):
+            REFUSED[rule](memory)
+        return tp.all_reduce(torch.ones(4), memory)  # it stays usable
+
+    for result in together(fn, 2):
+        assert isinstance(result, torch.Tensor) and (result == 2).all(), result
+
+
+def test_an_x_without_room_says_how_much_it_needs() -> None:
+    def fn(memory: SymmetricMemory) -> int:
+        x = torch.ones(2, 1000)
+        with pytest.raises(errors.BufferTooSmall, match="staging_bytes") as raised:
+            tp.reduce_scatter(x, memory)
+        return raised.value.needed_bytes
+
+    needed = together(fn, 2)
+    assert needed == [8000, 8000]
+    run = lambda memory: tp.reduce_scatter(torch.ones(2, 1000), memory)
+    for result in together(run, 2, staging_bytes=needed[0]):
+        assert isinstance(result, torch.Tensor) and (result == 2).all(), result

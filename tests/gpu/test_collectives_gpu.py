@@ -1,0 +1,114 @@
+"""deep_comm.tp and deep_comm.symmetric between GPUs, in CUDA graphs as well."""
+
+from __future__ import annotations
+
+import gpu_pool
+import pytest
+import torch
+from collectives import FLOATS, OPS, Call, CollectiveCase, make, ring, run_case, verify
+
+from deep_comm import errors, tp
+from deep_comm.symmetric import SymmetricMemory
+
+REPLAYS = 1000
+
+
+def run(fn, num_ranks: int, *args: object) -> list:
+    return gpu_pool.shared().run(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=100)
+
+
+def on_device(group, case: CollectiveCase) -> list[torch.Tensor]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return run_case(group, case, device=device, timeout_s=30)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None:
+    rows = (num_ranks, 3 * num_ranks, 64 * num_ranks, 1024 * num_ranks)
+    calls = tuple(
+        Call(op, (count, columns), dtype, 32, offset)
+        for count in rows
+        for columns, offset in ((1, 0), (7, 1), (1024, 0))
+        for dtype in FLOATS
+    )
+    case = CollectiveCase(num_ranks, calls, staging_bytes=32 << 20)
+    verify(case, run(on_device, num_ranks, case))
+
+
+def _replayed(group, op: str) -> bool:
+    """A graph of three calls, replayed between eager calls, with another x each time."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    rank, ranks = group.rank(), group.size()
+    call = Call(op, (16 * ranks, 512), torch.float32, 8)
+    with SymmetricMemory(group, 0, staging_bytes=4 << 20, device=device, timeout_s=30) as memory:
+        x = torch.zeros(call.shape, device=device)
+        total = torch.zeros((), dtype=torch.int64, device=device)
+
+        def step() -> torch.Tensor:
+            x.add_(1)
+            return make(call, x, memory)
+
+        step()
+        torch.cuda.synchronize()
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [step() for _ in range(3)]
+        x.fill_(rank)
+        group.barrier()
+        for number in range(REPLAYS):
+            graph.replay()
+            for idx, out in enumerate(outs):
+                count = 3 * number + number // 100 + idx + 1
+                if op == "all_gather":
+                    wanted = torch.arange(ranks, device=device) + count
+                    wanted = wanted.repeat_interleave(call.shape[0])[:, None].float()
+                else:
+                    wanted = float(sum(range(ranks)) + ranks * count)
+                total += (out != wanted).sum()
+            if number % 100 == 99:
+                step()
+        torch.cuda.synchronize()
+        memory.check()
+        group.barrier()
+        return total.item() == 0
+
+
+@pytest.mark.parametrize("op", OPS[:4])
+def test_a_graph_can_be_replayed_between_eager_calls(op: str, num_ranks: int) -> None:
+    assert all(run(_replayed, num_ranks, op))
+
+
+def _ring(group) -> list[list[float]]:
+    return ring(group, 50, torch.device("cuda", torch.cuda.current_device()))
+
+
+def test_what_was_stored_before_a_signal_is_seen_after_the_wait(num_ranks: int) -> None:
+    for rank, seen in enumerate(run(_ring, num_ranks)):
+        before = (rank - 1) % num_ranks
+        assert seen == [[10.0 * before + number] * 6 for number in range(50)]
+
+
+def _silent(group) -> str:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with SymmetricMemory(group, 0, staging_bytes=1 << 20, device=device, timeout_s=2) as memory:
+        x = torch.ones(1000, device=device)
+        named = ""
+        if group.rank() != 1:
+            tp.all_reduce(x, memory)
+            torch.cuda.synchronize()
+            try:
+                memory.check()
+            except errors.PeerTimeout as error:
+                named = f"PeerTimeout {error.peer}"
+        group.barrier()
+        memory.reset()
+        total = tp.all_reduce(x, memory)
+        torch.cuda.synchronize()
+        memory.check()
+        return named if bool((total == group.size()).all()) else "wrong after reset"
+
+
+def test_a_silent_rank_is_named_and_reset_takes_it_back(num_ranks: int) -> None:
+    named = run(_silent, num_ranks)
+    assert named == ["PeerTimeout 1" if rank != 1 else "" for rank in range(num_ranks)]

@@ -1,0 +1,144 @@
+"""Cases of deep_comm.tp: calls of one SymmetricMemory, and what the reference says of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_comm import tp
+from deep_comm.reference import tp as reference
+from deep_comm.symmetric import SymmetricMemory
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+OPS = ("all_gather", "reduce_scatter", "one_shot", "two_shot", "auto")
+
+
+@dataclass(frozen=True)
+class Call:
+    op: str  # of OPS; the last three are all-reduces
+    shape: tuple[int, ...]  # of x
+    dtype: torch.dtype
+    num_sms: int = 2
+    offset: int = 0  # elements between an aligned address and x
+
+
+@dataclass(frozen=True)
+class CollectiveCase:
+    num_ranks: int
+    calls: tuple[Call, ...]
+    staging_bytes: int = 1 << 14
+
+
+def x_of(call: Call, rank: int, number: int) -> Tensor:
+    """No two calls or ranks have the same, and sums depend on the order of the ranks."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    num_elements = torch.Size(call.shape).numel()
+    if not call.dtype.is_floating_point:
+        values = torch.randint(0, 100, (num_elements,), generator=generator)
+    else:
+        values = torch.randn(num_elements, generator=generator)
+        values *= 10.0 ** torch.randint(-2, 3, (num_elements,), generator=generator)
+        values[rank % 3 :: 7] = -0.0
+    return values.to(call.dtype).view(call.shape)
+
+
+def placed(x: Tensor, offset: int, device: torch.device) -> Tensor:
+    """A copy that begins so many elements behind an aligned address."""
+    memory = torch.empty(offset + x.numel(), dtype=x.dtype, device=device)
+    view = memory[offset:].view(x.shape)
+    view.copy_(x)
+    return view
+
+
+def make(call: Call, x: Tensor, memory: SymmetricMemory) -> Tensor:
+    if call.op == "all_gather":
+        return tp.all_gather(x, memory, num_sms=call.num_sms)
+    if call.op == "reduce_scatter":
+        return tp.reduce_scatter(x, memory, num_sms=call.num_sms)
+    return tp.all_reduce(x, memory, method=call.op, num_sms=call.num_sms)
+
+
+def run_case(group: Any, case: CollectiveCase, **options: Any) -> list[Tensor]:
+    """The results of this rank, on the host."""
+    options = {"device": "cpu", **options}
+    results = []
+    with SymmetricMemory(group, 0, staging_bytes=case.staging_bytes, **options) as memory:
+        for number, call in enumerate(case.calls):
+            x = placed(x_of(call, memory.rank, number), call.offset, memory.device)
+            results.append(make(call, x, memory))
+            # Peers may still read what was staged, but not x.
+            x.fill_(77)
+        return [result.cpu() for result in results]
+
+
+def expected(case: CollectiveCase) -> list[list[Tensor]]:
+    """By call, then by rank."""
+    functions: dict[str, Callable[..., list[Tensor]]] = {
+        "all_gather": reference.all_gather,
+        "reduce_scatter": reference.reduce_scatter,
+    }
+    return [
+        functions.get(call.op, reference.all_reduce)(
+            [x_of(call, rank, number) for rank in range(case.num_ranks)]
+        )
+        for number, call in enumerate(case.calls)
+    ]
+
+
+def verify(case: CollectiveCase, results: Any) -> None:
+    for number, by_rank in enumerate(expected(case)):
+        for rank, wanted in enumerate(by_rank):
+            got = results[rank][number]
+            name = f"call {number}, {case.calls[number]}, rank {rank}"
+            assert got.shape == wanted.shape and got.dtype == wanted.dtype, name
+            same = got.reshape(-1).view(torch.uint8) == wanted.reshape(-1).view(torch.uint8)
+            if not same.all():
+                index = int(same.logical_not().nonzero()[0]) // wanted.dtype.itemsize
+                at = got.reshape(-1)[index].item(), wanted.reshape(-1)[index].item()
+                raise AssertionError(f"{name}: element {index} is {at[0]}, expected {at[1]}")
+
+
+def random_case(seed: int, max_ranks: int = 5) -> CollectiveCase:
+    """Few elements: schedules differ most where parts are few and ranks wait."""
+    choose = random.Random(seed)
+    num_ranks = choose.randint(2, max_ranks)
+
+    def call() -> Call:
+        op = choose.choice(OPS)
+        rows = choose.choice((1, 2, 5))
+        if op == "reduce_scatter":
+            rows *= num_ranks
+        return Call(
+            op,
+            (rows, choose.choice((1, 3, 8, 24, 65))),
+            choose.choice((*FLOATS, torch.int64) if op == "all_gather" else FLOATS),
+            choose.choice((1, 1, 2, 3)),
+            choose.choice((0, 0, 0, 1)),
+        )
+
+    return CollectiveCase(num_ranks, tuple(call() for _ in range(choose.choice((1, 3, 4)))))
+
+
+def ring(group: Any, rounds: int = 3, device: Any = "cpu") -> list[list[float]]:
+    """Every rank stores to the next one, signals, and waits for the one before."""
+    seen = []
+    with SymmetricMemory(group, 1 << 14, device=device) as memory:
+        box = memory.empty((2, 3), torch.float32)
+        words = memory.words(2)
+        assert box.local.shape == (2, 3) and not box.local.any() and not words.local.any()
+        memory.barrier()
+        after, before = ((memory.rank + step) % memory.group_size for step in (1, -1))
+        for number in range(rounds):
+            box.peer(after).fill_(10.0 * memory.rank + number)
+            words.signal(0, after)
+            words.wait(0, before)
+            seen.append(box.local.flatten().tolist())
+            words.signal(1, before)  # it may store again
+            words.wait(1, after)
+        assert words.local.tolist() == [rounds, rounds]
+    return seen

@@ -1,0 +1,281 @@
+"""The Triton product of deep_comm.tp alone beside cuBLAS, on one GPU: is it good enough to fuse?
+
+    python tools/time_matmul.py [--ranks 2] [--shapes qkv,up] [--seconds 150] [--sms 0]
+
+Needs a Hopper GPU, torch and Triton 3.6; the package need not be built. Checks first: every
+configuration against torch.matmul, rows that arrive while the product runs (copied by copy engines,
+a chunk and then its word), and a chunk that never comes. Then, for each shape, times every
+configuration for a moment and the best one beside cuBLAS in turn. Columns:
+
+    cuBLAS, Triton     median µs of the rounds, and TFLOP/s
+    ratio              cuBLAS / Triton; fusing needs 0.95
+    waiting            the same ratio if each tile also waits for its rows, whose words are all set
+
+`--ranks`: of tensor parallelism, which divides N of the all-gather shapes and K of the others.
+`--sms`: SMs of the product; 0: all. The exit code is 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+ROOT = Path(__file__).resolve().parents[1]
+CHUNKS = 8
+TIMEOUT_NS = 2_000_000_000
+
+
+def load(name: str) -> ModuleType:
+    """A module of the package by its file: the package itself would need a build."""
+    path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+load("deep_comm.triton")
+tp = load("deep_comm.tp.product")
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    m: int
+    n: int
+    k: int
+
+
+def shapes(ranks: int) -> list[Shape]:
+    """Of the targets: all-gather + product, product + reduce-scatter, product + all-reduce."""
+    return [
+        *(Shape("70B up", m, 28672 // ranks, 8192) for m in (4096, 8192, 16384)),
+        Shape("70B qkv", 4096, 10240 // ranks, 8192),
+        *(Shape("DSV3 o_proj", m, 7168, 16384 // ranks) for m in (4096, 8192)),
+        *(Shape("70B down", m, 8192, 28672 // ranks) for m in (1024, 2048, 4096, 8192)),
+    ]
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+    return x, weight, torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+
+
+def waiting(m: int, first_chunk: int = 0) -> tp.RowWords:
+    """Words of chunks, none of them there."""
+    return tp.RowWords(
+        words=torch.zeros(CHUNKS, device="cuda", dtype=torch.int64),
+        expected=torch.full((1,), 7, device="cuda", dtype=torch.int64),
+        num_rows=-(-m // CHUNKS // 128) * 128,
+        first_chunk=first_chunk,
+        fault=torch.zeros(1, device="cuda", dtype=torch.int64),
+        timeout_ns=TIMEOUT_NS,
+    )
+
+
+def all_there(m: int) -> tp.RowWords:
+    rows = waiting(m)
+    rows.words.fill_(7)
+    return rows
+
+
+def differs(out: torch.Tensor, expected: torch.Tensor) -> str:
+    """ "" if equal but for the order of sums: one last place of bfloat16."""
+    worst = (out.float() - expected.float()).abs() - expected.float().abs() / 64
+    where = worst.nan_to_num(float("inf")).argmax().item()
+    if worst.flatten()[where] <= 2**-7:
+        return ""
+    row, column = divmod(where, out.shape[1])
+    got, wanted = out[row, column].item(), expected[row, column].item()
+    return f"out[{row}, {column}] is {got}, torch.matmul has {wanted}"
+
+
+def check_late_rows(config: tp.ProductConfig, num_programs: int) -> str:
+    """Rows come from the host, last chunk first, while the product waits for them."""
+    m, n, k = 2048, 1024, 1024
+    x, weight, out = operands(m, n, k)
+    expected = x @ weight.t()
+    source = x.cpu().pin_memory()
+    seven = torch.full((1,), 7, dtype=torch.int64).pin_memory()
+    x.fill_(float("nan"))
+    rows = waiting(m, first_chunk=5)
+    copies = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    tp.product(x, weight, config, out=out, num_programs=num_programs, rows=rows)
+    with torch.cuda.stream(copies):
+        for chunk in reversed(range(CHUNKS)):
+            part = slice(chunk * rows.num_rows, (chunk + 1) * rows.num_rows)
+            x[part].copy_(source[part], non_blocking=True)
+            rows.words[chunk : chunk + 1].copy_(seven, non_blocking=True)
+    torch.cuda.synchronize()
+    if rows.fault.item() != 0:
+        return f"chunk {rows.fault.item() - 1} was not seen in time"
+    return differs(out, expected)
+
+
+def check_absent_chunk(config: tp.ProductConfig, num_programs: int) -> str:
+    """A chunk that never comes: the product ends, and says which one it was."""
+    x, weight, out = operands(2048, 1024, 1024)
+    rows = all_there(2048)
+    rows.words[3] = 6
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    tp.product(x, weight, config, out=out, num_programs=num_programs, rows=rows)
+    torch.cuda.synchronize()
+    took = time.perf_counter() - begin
+    if rows.fault.item() != 4:
+        return f"fault is {rows.fault.item()}, should be 4"
+    return "" if took < 2 * TIMEOUT_NS / 1e9 else f"it took {took:.1f} s"
+
+
+def check(config: tp.ProductConfig, num_programs: int) -> str:
+    for m, n, k in ((1024, 1536, 2048), (1000, 1040, 520)):
+        x, weight, out = operands(m, n, k)
+        for rows in (None, all_there(m)):
+            out.fill_(float("nan"))
+            tp.product(x, weight, config, out=out, num_programs=num_programs, rows=rows)
+            wrong = differs(out, x @ weight.t())
+            if wrong:
+                return f"{wrong} ({m} x {n} x {k}, {'waiting' if rows else 'not waiting'})"
+    return check_late_rows(config, num_programs) or check_absent_chunk(config, num_programs)
+
+
+def usable(num_programs: int, skipped: set[int]) -> tuple[list[tp.ProductConfig], bool]:
+    """The configurations that this GPU and this Triton take, and whether all of them are right."""
+    found, is_right = [], True
+    for number, config in enumerate(tp.CONFIGS):
+        if number in skipped:
+            continue
+        begin = time.perf_counter()
+        try:
+            wrong = check(config, num_programs)
+        except torch.AcceleratorError:
+            print(f"the context is lost: leave it out by --skip {number}: {label(config)}")
+            raise
+        except (OutOfResources, CompilationError, RuntimeError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"not here: {number}, {label(config)}: {why[:100]}", flush=True)
+            continue
+        took = time.perf_counter() - begin
+        print(
+            f"{'WRONG' if wrong else 'right'}: {number}, {label(config)}, {took:.1f} s", flush=True
+        )
+        if wrong:
+            is_right = False
+            print(f"    {wrong}")
+        else:
+            found.append(config)
+    return found, is_right
+
+
+def label(config: tp.ProductConfig) -> str:
+    marks = [
+        f"{config.block_m}x{config.block_n}x{config.block_k}",
+        f"stages {config.num_stages}",
+        f"group {config.group_m}",
+        *(["warp-specialised"] if config.warp_specialize else []),
+        *(["flat"] if config.flatten else []),
+        *(["halves"] if config.store_halves else []),
+    ]
+    return " ".join(marks)
+
+
+def microseconds(call, calls: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls * 1e3
+
+
+def time_shape(shape: Shape, configs: list[tp.ProductConfig], num_programs: int) -> str:
+    x, weight, out = operands(shape.m, shape.n, shape.k)
+    rows = all_there(shape.m)
+
+    def triton_call(config, rows=None):
+        return lambda: tp.product(x, weight, config, out=out, num_programs=num_programs, rows=rows)
+
+    quick = {}
+    for config in configs:
+        triton_call(config)()
+        quick[config] = statistics.median(microseconds(triton_call(config), 2) for _ in range(4))
+    best = min(quick, key=quick.__getitem__)
+    calls = {
+        "cuBLAS": lambda: torch.matmul(x, weight.t(), out=out),
+        "Triton": triton_call(best),
+        "waiting": triton_call(best, rows),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    count = max(2, int(10_000 / quick[best]))
+    for _ in range(7):
+        for name, call in calls.items():
+            times[name].append(microseconds(call, count))
+    took = {name: statistics.median(rounds) for name, rounds in times.items()}
+    flops = 2 * shape.m * shape.n * shape.k
+    cells = [f"{took[name]:8.1f} {flops / took[name] / 1e6:6.0f}" for name in ("cuBLAS", "Triton")]
+    ratios = [took["cuBLAS"] / took[name] for name in ("Triton", "waiting")]
+    return (
+        f"{shape.name:12} {shape.m:6} {shape.n:6} {shape.k:6} {cells[0]} {cells[1]}"
+        f" {ratios[0]:6.3f} {ratios[1]:8.3f}  {label(best)}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--shapes", default="", help="parts of names; all if empty")
+    parser.add_argument("--seconds", type=float, default=150, help="no new shape after this time")
+    parser.add_argument("--sms", type=int, default=0)
+    parser.add_argument("--skip", default="", help="numbers of configurations to leave out")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    num_programs = options.sms or properties.multi_processor_count
+    print(
+        f"{properties.name}, {num_programs} SMs, torch {torch.__version__},"
+        f" CUDA {torch.version.cuda}, Triton {triton.__version__}"
+    )
+    configs, is_right = usable(
+        num_programs, {int(number) for number in options.skip.split(",") if number}
+    )
+    print(f"{len(configs)} of {len(tp.CONFIGS)} configurations are right", flush=True)
+    if not configs:
+        return 1
+    print(
+        f"{'':12} {'M':>6} {'N':>6} {'K':>6} {'cuBLAS µs TF/s':>15} {'Triton µs TF/s':>15}"
+        f" {'ratio':>6} {'waiting':>8}  the best configuration"
+    )
+    wanted = [part for part in options.shapes.split(",") if part]
+    for shape in shapes(options.ranks):
+        if wanted and not any(part in shape.name for part in wanted):
+            continue
+        if time.perf_counter() - begin > options.seconds:
+            print(f"out of time before {shape}")
+            break
+        print(time_shape(shape, configs, num_programs), flush=True)
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
