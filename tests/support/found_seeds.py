@@ -9,4 +9,4 @@ PROGRAMS = [2138, 2983]
 
 # test_internode_staged_simulated.py. Without the fence that joins the sums of several blocks into
 # one chunk these fail.
-CHUNKS = [64, 91, 102, 114]
+CHUNKS = [23, 40, 69, 95]

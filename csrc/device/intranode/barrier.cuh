@@ -21,6 +21,7 @@ DC_DEVICE void barrier(const BarrierArgs& args) {
     note_in_warp(context, TraceStep::kEntered);
   }
   // Every lane has read the generation.
+  // order-proof: orders loads of a word, which the simulation does not report if they could be late
   arch::sync_warp();
   close_generation(context);
 }

@@ -53,7 +53,7 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature,
                                 const uint32_t (&values)[kNumWords]) {
   // With the stores below, a release; pairs with: the acquire of EntryWatch at every peer — this
   // rank has left its earlier kernels
-  // order-proof (narrow): a simulated launch begins with such a release. PTX has none there.
+  // order-proof: a simulated launch begins with such a release. PTX has none there.
   arch::fence_acq_rel_sys();
   DC_UNROLL
   for (int idx = 0; idx < kNumWords; ++idx) {

@@ -69,6 +69,8 @@ DC_DEVICE void retire_early(const Context& context) {
   uint32_t num_retired = 0;
   if (arch::lane_idx() == 0) {
     // acq_rel, pairs with itself: all other blocks have read `generation`.
+    // order-proof: orders loads of a word, which the simulation does not report if they could be
+    // late
     num_retired = arch::atomic_add_acq_rel_gpu(&context.world.state()->num_retired_blocks, 1u);
   }
   num_retired = arch::shfl(kFullMask, num_retired, 0);
