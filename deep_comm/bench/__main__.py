@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deep_comm.bench import plot
 from deep_comm.bench.options import Options, check_ranks, parse
 
 
@@ -59,6 +60,10 @@ def _join(options: Options) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(given, shlex.join(["deep_comm", "bench", *given]))
+    if (picture := vars(options).get("from")) is not None:
+        plot.draw(picture, options.plot)
+        print(f"# deep_comm bench OK: drawn into {options.plot}")
+        return 0
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ
     run: Callable[[Options], str | None] = _join if is_rank else _start
     started = time.monotonic()

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_comm import DeepCommError, ExpertBatch, ExpertParallel, tuning
+from deep_comm.bench import plot
 from deep_comm.bench.measure import (
     Graph,
     Timing,
@@ -474,9 +475,10 @@ class Runner:
         return max(1, found)
 
 
-def write(options: Options, figures: Figures, num_ranks: int, *, is_complete: bool) -> None:
-    if options.json is None:
-        return
+def write(
+    options: Options, figures: Figures, num_ranks: int, *, is_complete: bool
+) -> dict[str, Any]:
+    """The JSON document; into the file as well, if one was asked for."""
     document = {
         **heading(options, num_ranks),
         "hidden": options.hidden, "experts": options.experts, "topk": options.topk,
@@ -484,7 +486,9 @@ def write(options: Options, figures: Figures, num_ranks: int, *, is_complete: bo
         "is_complete": is_complete, "left_out": figures.left_out,
         "lines": [line.to_json() for line in figures.lines],
     }  # fmt: skip
-    options.json.write_text(json.dumps(document, indent=2) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    return document
 
 
 def publish(options: Options, figures: Figures, num_ranks: int) -> str:
@@ -503,6 +507,8 @@ def publish(options: Options, figures: Figures, num_ranks: int) -> str:
         }  # fmt: skip
         tuning.store_decode_tokens(path, f"{name} x {num_ranks}", entry)
         print(f"decode_tokens {figures.measured} stored in {path}")
-    write(options, figures, num_ranks, is_complete=not figures.left_out)
+    document = write(options, figures, num_ranks, is_complete=not figures.left_out)
+    if options.plot is not None:
+        plot.draw(plot.picture_of(document), options.plot)
     num_missed = sum(pair.verdict == "MISSED" for line in figures.lines for _, pair in line.pairs)
     return f"{len(figures.lines)} sizes, 0 wrong, auto {num_missed} times behind its rival"

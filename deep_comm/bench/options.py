@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deep_comm.bench import names as words
+from deep_comm.bench import plot
 from deep_comm.bench.names import Effort
 from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
 from deep_comm.settings import command_line, env
@@ -113,7 +114,10 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
     ("--deadline-s", _ALL, above_zero, "seconds after which the run ends"),
     ("--simulation-runs", (N,), at_least(0), "simulated runs to time"),
     ("--json", _ALL, file_to_write, "also write the figures to this file"),
-    ("--plot", (N,), file_to_write, "also draw them into this PNG file (needs matplotlib)"),
+    ("--plot", _ALL, plot.picture_file, "draw times and rates over sizes: a file .svg, .png or "
+                                        ".pdf (needs matplotlib: the extra plot)"),
+    ("--from", _ALL, plot.read, "draw this file of an earlier --json; measures nothing, and goes "
+                                "with --plot alone"),
 )  # fmt: skip
 
 # Of all modes, then of each: on the host target and, where that differs, on GPUs.
@@ -156,6 +160,7 @@ def _parser(family: str, defaults: dict[str, str]) -> argparse.ArgumentParser:
         "deep_comm bench --quick",
         "deep_comm bench --mode direct --tokens 128,4096 --sms 8,24 --json bench.json",
         "deep_comm bench --mode low-latency --tokens 1,16 --hidden 1024",
+        "deep_comm bench --from bench.json --plot bench.svg",
         more=textwrap.fill(more, 88),
     )
     for flag, families, kind, text in _TABLE:
@@ -190,6 +195,13 @@ def parse(arguments: Sequence[str], command: str = "") -> Options:
     defaults = _COMMON | DEFAULTS[family] | (QUICK.get(family, {}) if known.quick else {})
     parser = _parser(family, defaults)
     given = vars(parser.parse_args(arguments))
+    if "from" in given:
+        others = ", ".join(
+            f"--{name.replace('_', '-')}" for name in given.keys() - {"from", "plot"}
+        )
+        if others or "plot" not in given:
+            parser.error(f"--from: goes with --plot alone; got {others or 'no --plot'}")
+        return Options(family=family, on_gpu=False, **given)
     named = given.get("device")
     candidates = {
         device: _filled(family, device, given, defaults, command)

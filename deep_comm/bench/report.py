@@ -6,9 +6,12 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,11 +139,31 @@ def machine(device: str) -> dict[str, Any]:
     return facts
 
 
+def commit(package: Path) -> str | None:
+    """Of the checkout that has this folder, with "-dirty" where files differ from it, or of the
+    repository that pip took the package from; None: neither."""
+    git = ["git", "-C", str(package)]
+    is_there = [*git, "ls-files", "--error-unmatch", "__init__.py"]  # not another project's
+    describe = [*git, "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        subprocess.run(is_there, capture_output=True, check=True)
+        return subprocess.run(describe, capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    try:
+        found = metadata.distribution("deep_comm").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    taken: str = json.loads(found or "{}").get("vcs_info", {}).get("commit_id", "")
+    return taken[:7] or None
+
+
 def heading(options: Options, num_ranks: int) -> dict[str, Any]:
     """What every JSON document of a bench begins with: where, how, when, with how many ranks."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return {"machine": machine(options.device), "command": options.command,
-            "date": now.isoformat(timespec="seconds"), "num_ranks": num_ranks}  # fmt: skip
+            "date": now.isoformat(timespec="seconds"),
+            "commit": commit(Path(deep_comm.__file__).parent), "num_ranks": num_ranks}  # fmt: skip
 
 
 def publish(options: Options, report: Report, num_ranks: int) -> str:
@@ -161,27 +184,26 @@ def publish(options: Options, report: Report, num_ranks: int) -> str:
             f"simulation, {simulated['workload']}: {simulated['runs_per_s']:.1f} runs/s "
             f"({simulated['num_runs']} seeds, {simulated['steps_per_run']} steps each)"
         )
+    is_low_latency = options.family == "low-latency"
+    document = {
+        **heading(options, num_ranks),
+        "effort": asdict(options.effort) | {"calls_per_graph": CALLS_PER_GRAPH},
+        "ranks_per_node": report.ranks_per_node,
+        "limit": None if report.limit is None else report.limit.to_json(),
+        "low_latency" if is_low_latency else "normal": [it.to_json() for it in report.lines],
+        "notes": report.notes,
+        "host_references": report.launch_times,
+        "rows_received": report.rows_received,
+        "peak_rss_bytes": report.peak_rss_bytes,
+        "targets": verdicts,
+        "two_tier": ratios,
+        "rail": options.rail if is_low_latency else report.rail,
+        "simulation": simulated,
+    }
     if options.json is not None:
-        is_low_latency = options.family == "low-latency"
-        document = {
-            **heading(options, num_ranks),
-            "effort": asdict(options.effort) | {"calls_per_graph": CALLS_PER_GRAPH},
-            "ranks_per_node": report.ranks_per_node,
-            "limit": None if report.limit is None else report.limit.to_json(),
-            "low_latency" if is_low_latency else "normal": [it.to_json() for it in report.lines],
-            "notes": report.notes,
-            "host_references": report.launch_times,
-            "rows_received": report.rows_received,
-            "peak_rss_bytes": report.peak_rss_bytes,
-            "targets": verdicts,
-            "two_tier": ratios,
-            "rail": options.rail if is_low_latency else report.rail,
-            "simulation": simulated,
-        }
         options.json.write_text(json.dumps(document, indent=2) + "\n")
     if options.plot is not None:
-        name = machine(options.device).get("gpu", "host target")
-        plot.draw(report.lines, report.limit, f"{name}, {num_ranks} ranks", options.plot)
+        plot.draw(plot.picture_of(document), options.plot)
     rates = [found["wire_gb_per_s"] for it in report.lines
              if not it.is_rival and "wire_gb_per_s" in (found := it.to_json())]  # fmt: skip
     mean = sum(rates) / max(1, len(rates))

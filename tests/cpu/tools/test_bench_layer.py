@@ -137,7 +137,7 @@ def test_a_run_checks_measures_writes_and_stores(tmp_path: Path) -> None:
     file, stored = tmp_path / "layer.json", tmp_path / "tune.json"
     stored.write_text(json.dumps({"version": tuning.FILE_VERSION, "machines": {}}))
     done = run_bench(
-        tmp_path, "--decode-tokens", "measured", "--store", "--json", str(file),
+        tmp_path, "--decode-tokens", "measured", "--store", "--json", str(file), "--plot", "x.svg",
         DEEP_COMM_TUNE_FILE=str(stored),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -145,6 +145,7 @@ def test_a_run_checks_measures_writes_and_stores(tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     assert document["is_complete"] and document["left_out"] == []
     assert [entry["tokens"] for entry in document["lines"]] == [1, 3, 9]
+    assert "layer: hidden 64, 6 experts, top-2" in (tmp_path / "x.svg").read_text()
     for entry in document["lines"]:
         assert min(entry["eager"][mode]["mean_us"] for mode in ("prefill", "decode", "auto")) > 0
         assert entry["eager"]["verdict"] in ("ok", "MISSED")

@@ -56,7 +56,9 @@ def test_the_low_latency_bench_measures_every_combination(tmp_path: Path) -> Non
 
 def test_the_low_latency_bench_sends_rows_of_four_bits(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    run([*LOW_LATENCY, "--tokens", "6", "--dtype", "nvfp4", "--json", str(file)], tmp_path)
+    command = [*LOW_LATENCY, "--tokens", "6", "--dtype", "nvfp4", "--plot", "x.svg"]
+    run([*command, "--json", str(file)], tmp_path)
+    assert "low-latency mode: hidden 128, 5 experts" in (tmp_path / "x.svg").read_text()
     lines = json.loads(file.read_text())["low_latency"]
     assert {line["dtype"] for line in lines} == {"nvfp4"}
     assert {line["layout"] for line in lines if not line["is_rival"]} == {

@@ -124,7 +124,6 @@ def test_a_trace_without_kernels_has_no_spans(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_all_ways_has_a_lane_for_each_stream(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     spans = picture.device_spans(_trace(tmp_path / "trace.json"))
     assert picture.summary(spans) == (
         "0.01 ms; communication 0.01 ms, of which 60% hidden behind computation (0.01 ms)"

@@ -76,6 +76,8 @@ def test_benches_know_their_arguments(module: str, arguments: tuple[str, ...]) -
     """What takes minutes to run, or GPUs: every word is one that the bench has."""
     if module == "bench.tables":
         assert arguments and all(word.endswith(".json") for word in arguments)
+    elif "--from" in arguments:  # of what the block around it has measured, which runs above
+        assert len(arguments) == 4 and "--plot" in arguments
     else:
         assert module == "bench"
         options.parse(["--device", "cuda", *arguments])
