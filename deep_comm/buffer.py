@@ -205,7 +205,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         )
         if log.logger.isEnabledFor(logging.INFO):  # text: a record must not keep the Buffer
             log.logger.info(_described(self))
-        log.show_calls(self, _SHOWN_CALLS, functools.partial(_stats_of, self._context))
+        log.show_calls(self, self.rank, _SHOWN_CALLS, functools.partial(_stats_of, self._context))
         if self._context.sharing_ranks:
             warnings.warn(
                 f"ranks {', '.join(map(str, self._context.sharing_ranks))} of this Buffer share a "
