@@ -103,7 +103,9 @@ def environment_page() -> str:
     ]
     for variable in env.REGISTRY:
         default = "unset" if variable.default is None else f"{variable.default}"
-        lines.append(f"| `{variable.name}` | {default} | {linked(variable.doc)} | {variable.kind} |")
+        lines.append(
+            f"| `{variable.name}` | {default} | {linked(variable.doc)} | {variable.kind} |"
+        )
     lines += [
         "",
         "## Of the build",
