@@ -277,7 +277,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         device = resolve_device(device)
         rendezvous = Rendezvous(group, comm).meet(timeout_s)
         num_nodes = rendezvous.topology(ranks_per_node).num_nodes
-        memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
+        memory = estimate_memory(
+            shape, rendezvous.size, mode, device.type, num_nodes, has_both=True
+        )
         buffer = cls(
             group,
             memory.num_nvl_bytes,
