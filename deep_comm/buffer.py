@@ -205,7 +205,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         )
         if log.logger.isEnabledFor(logging.INFO):  # text: a record must not keep the Buffer
             log.logger.info(_described(self))
-        log.show_calls(self, _SHOWN_CALLS, functools.partial(_stats_of, self._context))
+        log.show_calls(self, self.rank, _SHOWN_CALLS, functools.partial(_stats_of, self._context))
         if self._context.sharing_ranks:
             warnings.warn(
                 f"ranks {', '.join(map(str, self._context.sharing_ranks))} of this Buffer share a "
@@ -277,7 +277,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         device = resolve_device(device)
         rendezvous = Rendezvous(group, comm).meet(timeout_s)
         num_nodes = rendezvous.topology(ranks_per_node).num_nodes
-        memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
+        memory = estimate_memory(
+            shape, rendezvous.size, mode, device.type, num_nodes, has_both=True
+        )
         buffer = cls(
             group,
             memory.num_nvl_bytes,

@@ -39,9 +39,9 @@ class BufferTooSmall(ArgumentError):
     Attributes besides those of ArgumentError, whose ``value`` is the bytes that there are:
     ``needed_bytes``, which would do.
 
-    What to do: build the Buffer with ``needed_bytes``, or leave ``config`` away, so that rings
-    shrink to what there is; for low-latency calls use get_low_latency_rdma_size_hint with the
-    largest sizes of all calls.
+    What to do: build the Buffer with ``needed_bytes``, or omit ``config``, so that rings shrink
+    to what there is. For low-latency calls use get_low_latency_rdma_size_hint with the largest
+    sizes of all calls.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HandleMismatch(ArgumentError):
     """A dispatch handle is used with another shape, channel count or group than it was made for.
 
     What to do: pass the handle of the dispatch whose rows these are, to the Buffer that made
-    it, with ``config`` left away or of as many SMs.
+    it. Omit ``config``, or give one with as many SMs.
     """
 
 
@@ -91,7 +91,7 @@ class AllocationError(DeepCommError):
 class UnsupportedError(DeepCommError):
     """Something that this version or this build does not offer.
 
-    What to do: leave the feature away; the message says what serves instead, if anything.
+    What to do: omit the feature; the message says what serves instead, if anything.
     """
 
 
@@ -102,8 +102,7 @@ class UnsupportedArgument(UnsupportedError, TypeError):
 
     Attributes: ``function``, ``argument``, ``value``.
 
-    What to do: leave the keyword away; the message says what serves instead, if
-    anything.
+    What to do: omit the keyword; the message says what serves instead, if anything.
     """
 
     def __init__(self, function: str, argument: str, value: Any, reason: str) -> None:
@@ -212,10 +211,10 @@ class ConfigMismatch(DeepCommError):
     Attributes: ``field`` (what), ``values`` (rank -> value), ``needs_reset``.
 
     What to do: give all ranks the same value of what is named; if it is the operation, let
-    all ranks make the same calls in the same order. With ``needs_reset``, of low-latency calls and
-    of reset(without=...), reset() on all ranks makes the Buffer usable again. Else it can be used
-    once every rank has raised it: a rank that comes late to a call that the others have begun to
-    repeat may end with PeerTimeout instead.
+    all ranks make the same calls in the same order. With ``needs_reset`` (low-latency
+    calls, reset(without=...)) call reset() on all ranks. Without it the Buffer can be used once
+    every rank has raised this error. A rank that comes late, when the others have already begun to
+    repeat the call, may raise PeerTimeout instead.
     """
 
     def __init__(self, field: str, values: Mapping[int, Any], needs_reset: bool = False) -> None:

@@ -1,8 +1,9 @@
 """The log: Python's logger ``deep_comm``. ``DEEP_COMM_LOG`` sets its level: warning, info, debug.
 
 info: Buffers and layers that are built, reset and destroyed, ranks that are masked, memory that is
-added. debug: every call with its sizes and path. Calls are wrapped when a Buffer is built, if the
-level is debug then; else they cost nothing. How many calls took which path: ``buffer.stats()``.
+added. debug: every call with its rank, sizes and path, also one that raises. Calls are wrapped when
+a Buffer is built, if the level is debug then; else they cost nothing. How many calls took which
+path: ``buffer.stats()``.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def brief(value: Any) -> str:
     return type(value).__name__
 
 
-def show_calls(owner: Any, names: Sequence[str], stats: Callable[[], Any]) -> None:
-    """If the level is debug, let these methods of ``owner`` say what they did.
+def show_calls(owner: Any, rank: int, names: Sequence[str], stats: Callable[[], Any]) -> None:
+    """If the level is debug, let these methods of ``owner`` say what they did, or how they failed.
 
     Args:
         stats: BufferStats, before and after a call; what has changed is its path.
@@ -57,21 +58,30 @@ def show_calls(owner: Any, names: Sequence[str], stats: Callable[[], Any]) -> No
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for name in names:
-        setattr(owner, name, _shown(weakref.ref(owner), getattr(type(owner), name), stats))
+        shown = _shown(weakref.ref(owner), rank, getattr(type(owner), name), stats)
+        setattr(owner, name, shown)
 
 
-def _shown(owner: Any, method: Callable[..., Any], stats: Callable[[], Any]) -> Callable[..., Any]:
+def _shown(
+    owner: Any, rank: int, method: Callable[..., Any], stats: Callable[[], Any]
+) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:
         before, started = vars(stats()), time.perf_counter()
-        result = method(owner(), *arguments, **options)
-        host_us = (time.perf_counter() - started) * 1e6
-        paths = [path for path, count in vars(stats()).items()
-                 if path.endswith(("_direct", "_rings")) and count > before[path]]  # fmt: skip
-        given = [*map(brief, arguments), *(f"{name}={brief(it)}" for name, it in options.items())]
-        path = f" by {', '.join(paths)}" if paths else ""
-        logger.debug("%s(%s) -> %s%s, %.0f us on the host", method.__qualname__, ", ".join(given),
-                     brief(result), path, host_us)  # fmt: skip
-        return result
+        try:
+            result = method(owner(), *arguments, **options)
+            ended = f"-> {brief(result)}"
+            return result
+        except BaseException as error:
+            ended = f"raised {type(error).__name__}"
+            raise
+        finally:
+            host_us = (time.perf_counter() - started) * 1e6
+            paths = [path for path, count in vars(stats()).items()
+                     if path.endswith(("_direct", "_rings")) and count > before[path]]  # fmt: skip
+            given = [*map(brief, arguments), *(f"{key}={brief(it)}" for key, it in options.items())]
+            path = f" by {', '.join(paths)}" if paths else ""
+            logger.debug("rank %d: %s(%s) %s%s, %.0f us on the host", rank, method.__qualname__,
+                         ", ".join(given), ended, path, host_us)  # fmt: skip
 
     return call

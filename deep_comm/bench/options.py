@@ -45,13 +45,15 @@ def numbers(*sweep: int | None, **special: int | None) -> Callable[[str], tuple[
     return parse
 
 
-def listed(*allowed: str) -> Callable[[str], tuple[str, ...]]:
+def listed(*allowed: str, alone: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         values = allowed if text == "all" else tuple(text.split(","))
         for value in values:
             if value not in allowed:
-                known = ", ".join(allowed)
-                raise argparse.ArgumentTypeError(f"{value!r} is none of {known} (or 'all')")
+                known = f"{', '.join(allowed)} (or 'all')"
+                if alone:
+                    known += f" and none of {', '.join(alone)}"
+                raise argparse.ArgumentTypeError(f"{value!r} is none of {known}")
         return values
 
     return parse
@@ -66,7 +68,7 @@ _CALLS, _ALL = (N, B, L), (N, B, L, E)
 
 # Flag, modes that have it, type (a tuple: choices; bool: a switch), help.
 _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
-    ("--mode", (N,), listed("direct", "ring"), "direct, ring; or one of nodes, "
+    ("--mode", (N,), listed("direct", "ring", alone=(B, L, E)), "direct, ring; or one of nodes, "
      "low-latency, layer (`--mode layer --help`)"),
     ("--mode", (B,), listed("nodes", "direct", "ring"), "nodes; direct, ring: one tier too"),
     ("--mode", (L,), listed(L), "low-latency"),

@@ -81,7 +81,7 @@ class ElasticBuffer(ElasticCalls, Refused):
 
         ``num_gpu_timeout_secs`` bounds every wait, of kernels and of the host.
         ``num_allocated_qps``: queues to each other node; 0: 24. ``sl_idx`` concerns networks that
-        this version has not. ``destroy()`` may always be called.
+        this version does not support. ``destroy()`` may always be called.
         """
         if num_cpu_bytes != 0:
             raise UnsupportedError(
@@ -306,7 +306,7 @@ class ElasticBuffer(ElasticCalls, Refused):
             )
             for name, value in given:
                 if value is not None:
-                    raise ArgumentError(name, None, "must be left away with a handle")
+                    raise ArgumentError(name, None, "must be omitted with a handle")
             if do_cpu_sync:
                 raise ArgumentError("do_cpu_sync", True, "must be False or None with a handle")
             handle.require(

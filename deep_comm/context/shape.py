@@ -290,12 +290,21 @@ def estimate_memory(
     mode: Mode = "auto",
     device_type: str = "cuda",
     num_nodes: int = 1,
+    *,
+    has_both: bool = False,
 ) -> MemoryEstimate:
-    """What a layer of this shape takes on the rank that has most experts."""
+    """What a layer of this shape takes on the rank that has most experts.
+
+    Args:
+        has_both: "auto" has room for prefill calls even if every step could be a decode step: the
+            program chooses, not a layer.
+    """
     integers.require("num_ranks", num_ranks, 1)
     num_local = num_local_experts(0, shape.num_experts, num_ranks)
     decodes = shape.can_decode and mode != "prefill"
-    prefills = mode != "decode" and (mode == "prefill" or shape.may_exceed or not decodes)
+    prefills = mode != "decode" and (
+        mode == "prefill" or has_both or shape.may_exceed or not decodes
+    )
     num_rows = shape.num_balanced_rows(num_ranks)
     # From the experts, their sums, what comes home. Rows for the experts lie in the receive region.
     prefill = shape.row_bytes * (shape.num_balanced_selections + num_rows + shape.max_tokens)

@@ -169,7 +169,7 @@ class ExpertParallel(torch.nn.Module):
         self._steps = Steps(buffer, self.shape, expert_alignment, max_recv_rows, can_decode)
         self._key = ops.register(self)
         log.logger.info("%s is built over %s", repr(self), repr(buffer))
-        log.show_calls(self, _SHOWN_CALLS, buffer.stats)
+        log.show_calls(self, buffer.rank, _SHOWN_CALLS, buffer.stats)
 
     def extra_repr(self) -> str:
         shape = self.shape

@@ -264,7 +264,7 @@ def traced_forward(
     way = layer.mode if mode is None else mode
     check_mode(way)
     if way == "auto" and bounded:
-        raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" wants counts')
+        raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" needs counts')
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
     if way == "auto":
         if not layer._steps.can_decode or torch.is_grad_enabled():

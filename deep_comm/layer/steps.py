@@ -81,7 +81,7 @@ class Steps:
     def way(self, mode: Mode, bounded: bool) -> Way:
         if mode == "auto":
             if bounded:
-                raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" wants counts')
+                raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" needs counts')
             if not self.can_decode or is_grad_enabled():
                 return "learn"
             if self._may_exceed and not self.is_capturing():

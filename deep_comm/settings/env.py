@@ -214,7 +214,7 @@ LOG: Variable[str | None] = Variable(
     "warning, info or debug",
     None,
     "level of Python's logger deep_comm, read when a Buffer is built: info for a line for each "
-    "Buffer, debug for every call; unset: as the program has it",
+    "Buffer, debug for every call (docs/guide/troubleshooting.md); unset: as the program has it",
     _parse_level,
 )
 DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
@@ -253,7 +253,7 @@ BUILD_VARIABLES: dict[str, tuple[str, str]] = {
     "DEEP_COMM_TESTS": ("OFF", "the module of native tests"),
     "DEEP_COMM_FIND_RACES": (
         "OFF",
-        "simulations can find races in shared memory (docs/guide/testing.md)",
+        "simulations can find races in shared memory (docs/design/testing.md)",
     ),
     "DEEP_COMM_TRACE_LOW_LATENCY": (
         "OFF",

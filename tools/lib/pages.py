@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -37,6 +38,12 @@ def error_classes() -> list[type]:
 def prose(text: str) -> str:
     """A paragraph in lines of 120 columns."""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def linked(text: str) -> str:
+    """Paths of pages, which terminals show as they are, as links of a page of the guide."""
+    text = re.sub(r"\bdocs/guide/([\w-]+)\.md", r"[\1](\1.md)", text)
+    return re.sub(r"\bdocs/([\w-]+)/([\w-]+)\.md", r"[\2](../\1/\2.md)", text)
 
 
 def errors_page() -> str:
@@ -70,7 +77,7 @@ def errors_page() -> str:
             f"| [`{cls.__name__}`](#{cls.__name__.lower()}) | {bases} | {first.rstrip('.')} |"
         )
     for cls in classes:
-        text = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
+        text = linked(inspect.cleandoc(cls.__doc__ or "").replace("``", "`"))
         about, _, remedy = text.partition(_REMEDY)
         lines += ["", f"## {cls.__name__}", "", about.strip(), ""]
         lines += [f"**{_REMEDY}** {remedy.strip()}"]
@@ -96,7 +103,9 @@ def environment_page() -> str:
     ]
     for variable in env.REGISTRY:
         default = "unset" if variable.default is None else f"{variable.default}"
-        lines.append(f"| `{variable.name}` | {default} | {variable.doc} | {variable.kind} |")
+        lines.append(
+            f"| `{variable.name}` | {default} | {linked(variable.doc)} | {variable.kind} |"
+        )
     lines += [
         "",
         "## Of the build",
@@ -110,7 +119,8 @@ def environment_page() -> str:
         "|---|---|---|",
     ]
     lines += [
-        f"| `{name}` | {default} | {doc} |" for name, (default, doc) in env.BUILD_VARIABLES.items()
+        f"| `{name}` | {default} | {linked(doc)} |"
+        for name, (default, doc) in env.BUILD_VARIABLES.items()
     ]
     return "\n".join(lines) + "\n"
 

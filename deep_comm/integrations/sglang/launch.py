@@ -10,10 +10,14 @@ from __future__ import annotations
 import runpy
 import sys
 
+from deep_comm.errors import UnsupportedError
 from deep_comm.integrations.sglang.plugin import register
 
 if __name__ in ("__main__", "__mp_main__"):
-    register()
+    try:
+        register()
+    except UnsupportedError as error:
+        sys.exit(f"deep_comm.integrations.sglang.launch: {error}")
 
 if __name__ == "__main__":
     sys.argv[0] = "sglang.launch_server"

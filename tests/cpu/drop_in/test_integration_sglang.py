@@ -350,3 +350,6 @@ def test_imports_without_sglang() -> None:
     )
     done = python("-c", code)
     assert done.stdout.startswith("refused"), done.stdout + done.stderr
+    done = python("-m", "deep_comm.integrations.sglang.launch", "--help")
+    assert done.returncode == 1 and "No module named 'sglang'" in done.stderr
+    assert "Traceback" not in done.stderr

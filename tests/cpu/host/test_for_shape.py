@@ -47,6 +47,18 @@ def all_calls(group: Any, ranks_per_node: int | None) -> deep_comm.layer.MemoryE
         return buffer.memory
 
 
+def test_normal_calls_have_room_where_every_step_could_be_a_decode_step() -> None:
+    shape = {**SHAPE, "max_tokens": SHAPE["decode_tokens"]}
+
+    def main(group: Any) -> None:
+        with deep_comm.Buffer.for_shape(group, **shape, device="cpu", timeout_s=30) as buffer:
+            x, idx, weights = tokens(buffer.rank, shape["max_tokens"])
+            buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=6)
+            assert (buffer.stats().dispatch_direct, buffer.stats().dispatch_rings) == (1, 0)
+
+    local.run(main, 2, timeout_s=60)
+
+
 @pytest.mark.parametrize("ranks_per_node", [None, 2])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_calls_of_the_shape_have_room(num_ranks: int, ranks_per_node: int | None) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,13 +83,30 @@ def test_debug_has_a_line_for_each_call_with_sizes_and_path(
     assert local.run(calls, 2, timeout_s=60) == [False, False]
     said = lines(caplog, logging.DEBUG)
     for name in CALLS:
-        assert sum(line.startswith(f"Buffer.{name}(") for line in said) == 2, name
+        for rank in range(2):
+            assert sum(line.startswith(f"rank {rank}: Buffer.{name}(") for line in said) == 1, name
     assert not any("tensor(" in line for line in said)
-    (line, _) = [line for line in said if line.startswith("Buffer.dispatch(")]
+    (line, _) = [line for line in said if ": Buffer.dispatch(" in line]
     assert "(bfloat16 [3, 128], topk_idx=int64 [3, 2], topk_weights=float32 [3, 2]" in line
     assert re.search(
         r"-> DispatchResult\(.*\) by dispatch_(direct|rings), \d+ us on the host$", line
     )
+
+
+def test_a_call_that_raises_has_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+    log.logger.setLevel(logging.DEBUG)
+
+    def waits(group: Any) -> None:
+        with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=0.5) as buffer:
+            if group.rank() == 1:
+                with pytest.raises(deep_comm.PeerTimeout):
+                    buffer.barrier()
+            both.wait()
+
+    both = threading.Barrier(2)
+    local.run(waits, 2, timeout_s=60)
+    (line,) = lines(caplog, logging.DEBUG)
+    assert re.search(r"^rank 1: Buffer.barrier\(\) raised PeerTimeout, \d+ us on the host$", line)
 
 
 def test_a_layer_says_its_steps(caplog: pytest.LogCaptureFixture) -> None:

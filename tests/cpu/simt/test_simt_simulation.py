@@ -101,7 +101,7 @@ def test_a_stuck_run_lists_who_waits_for_what_and_how_to_replay_it() -> None:
                 assert f"{where} 0 lanes 1-31: at sync_block (63 of 64 threads are there)" in text
                 assert f"{where} 1 lanes 0-31: at sync_block" in text
         assert "seed 11, policy fifo" in text
-        assert "python -m deep_comm.simulate --seed 11" in text
+        assert "deep_comm simulate --seed 11" in text
 
 
 def test_a_stuck_machine_stays_stuck() -> None:

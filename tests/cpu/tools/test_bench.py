@@ -243,6 +243,15 @@ def test_bad_arguments_are_refused(
     assert any(flag in said for flag in arguments if flag.startswith("--")), said
 
 
+def test_a_mode_that_does_not_exist_is_told_all_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["--mode", "foo"])
+    said = capsys.readouterr().err
+    assert "'foo' is none of direct, ring (or 'all') and none of nodes, low-latency, layer" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "num_ranks", "said"),
     [
