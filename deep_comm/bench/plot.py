@@ -262,13 +262,15 @@ def _draw_panel(axes: Any, panel: Panel, x_name: str) -> None:
             marker=MARKERS.get(line.payload, "o"), linestyle=DASHES.get(line.run_as, "-"),
         )  # fmt: skip
     sizes = sorted({at for line in panel.series for at, _ in line.points})
+    heights = [height for line in panel.series for _, height in line.points]
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes], rotation=45 if len(sizes) > 6 else 0)
     axes.set_xticks([], minor=True)
     axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
     if panel.is_log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.set_ylim(min(heights) / 1.25, max(heights) * 1.25)
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(ticker.NullLocator())
     for mark, place, draw_line in (
@@ -281,7 +283,8 @@ def _draw_panel(axes: Any, panel: Panel, x_name: str) -> None:
             axes.text(*at, f"{mark[0]} {mark[1]:g}", transform=transform, ha="right", va="bottom",
                       fontsize=8, color=DIM, rotation=0 if place == "y" else 90)  # fmt: skip
     if not panel.is_log and panel.unit.endswith("GB/s"):
-        axes.set_ylim(bottom=0)
+        most = max(heights) if panel.level is None else max(*heights, panel.level[1])
+        axes.set_ylim(0, 1.1 * most)
     axes.grid(True)
     axes.set(xlabel=x_name, ylabel=panel.unit, title=panel.title)
 

@@ -146,6 +146,23 @@ def test_the_citation_is_of_this_project(pyproject: dict[str, Any]) -> None:
     assert citation["message"] and citation["authors"][0]["name"]
 
 
+def test_every_place_that_names_the_version_names_the_same(pyproject: dict[str, Any]) -> None:
+    """The first one of the changes is that of pyproject.toml, or not released yet."""
+    version, text = pyproject["project"]["version"], (ROOT / "CHANGELOG.md").read_text()
+    citation = read_yaml("CITATION.cff")
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert f"{citation['version']} ({citation['date-released']})" in headings[:2]
+    assert citation["version"] == version
+    assert headings[0] == "Unreleased" or headings[0].startswith(f"{version} (")
+    # Written nowhere else: the package and the native module are told by the build.
+    sources = [
+        *ROOT.glob("deep_comm/**/*.py"),
+        *ROOT.glob("csrc/**/*.cpp"),
+        ROOT / "CMakeLists.txt",
+    ]
+    assert not [path for path in sources if f'"{version}"' in path.read_text()]
+
+
 def test_images_install_the_package_as_the_readme_does() -> None:
     assert [path.name for path in DOCKERFILES] == ["cpu.Dockerfile", "cuda.Dockerfile"]
     tested = tool_modules.load("lib/environment.py").CPU_TORCH
