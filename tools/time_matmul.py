@@ -187,9 +187,7 @@ def label(config: tp.ProductConfig) -> str:
         f"{config.block_m}x{config.block_n}x{config.block_k}",
         f"stages {config.num_stages}",
         f"group {config.group_m}",
-        *(["warp-specialised"] if config.warp_specialize else []),
         *(["flat"] if config.flatten else []),
-        *(["halves"] if config.store_halves else []),
     ]
     return " ".join(marks)
 

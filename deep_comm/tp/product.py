@@ -16,11 +16,10 @@ __all__ = ["CONFIGS", "ProductConfig", "RowWords", "product"]
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """How tiles are made. warp_specialize: loads by warps of their own; takes num_warps 4.
+    """How tiles are made.
 
     flatten: the loops over tiles and over K become one, so that loads of the next tile begin while
-    this one is stored. store_halves: two halves of a tile are stored in turn, which takes half the
-    shared memory.
+    this one is stored.
     """
 
     block_m: int = 128
@@ -30,19 +29,14 @@ class ProductConfig:
     num_stages: int = 3
     num_warps: int = 8
     flatten: bool = False
-    warp_specialize: bool = False
-    store_halves: bool = False
 
 
 CONFIGS = (
-    ProductConfig(warp_specialize=True, num_warps=4, num_stages=3),
-    ProductConfig(warp_specialize=True, num_warps=4, num_stages=4),
-    ProductConfig(warp_specialize=True, num_warps=4, num_stages=4, block_n=128),
-    ProductConfig(flatten=True, store_halves=True, num_stages=4),
-    ProductConfig(flatten=True, store_halves=True, num_stages=3),
-    ProductConfig(flatten=True, store_halves=True, num_stages=3, group_m=16),
-    ProductConfig(store_halves=True, num_stages=3),
-    ProductConfig(store_halves=True, num_stages=4),
+    ProductConfig(flatten=True, num_stages=4),
+    ProductConfig(flatten=True, num_stages=3),
+    ProductConfig(flatten=True, num_stages=3, group_m=16),
+    ProductConfig(num_stages=3),
+    ProductConfig(num_stages=4),
 )
 
 
@@ -69,8 +63,8 @@ class RowWords:
 def _product_kernel(
     x_desc,  # [M, K], blocks of [BLOCK_M, BLOCK_K]
     w_desc,  # [N, K], blocks of [BLOCK_N, BLOCK_K]
-    out_desc,  # [M, N], blocks of [BLOCK_M, BLOCK_N or half of it]
-    out_ptr,  # the same, for stores of warp-specialised loops
+    out_desc,  # [M, N], blocks of [BLOCK_M, BLOCK_N / 2]: a tile is stored in two halves, which
+    # takes half the shared memory
     words,
     fault,
     expected,
@@ -86,21 +80,17 @@ def _product_kernel(
     GROUP_M: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    STORE_HALVES: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     k_blocks = tl.cdiv(K, BLOCK_K)
     tiles_of_group = GROUP_M * num_n
-    dtype = out_ptr.dtype.element_ty
     for tile in tl.range(
         tl.program_id(0),
         num_m * num_n,
         NUM_PROGRAMS,
         flatten=FLATTEN,
-        warp_specialize=WARP_SPECIALIZE,
     ):
         first = tile // tiles_of_group * GROUP_M
         group_size = min(num_m - first, GROUP_M)
@@ -118,18 +108,9 @@ def _product_kernel(
             x = x_desc.load([m_loaded, k_block * BLOCK_K])
             w = w_desc.load([n, k_block * BLOCK_K])
             acc = tl.dot(x, w.T, acc)
-        if WARP_SPECIALIZE:  # the compiler splits the tile over two warp groups, but no descriptor
-            rows = m + tl.arange(0, BLOCK_M)[:, None]
-            columns = n + tl.arange(0, BLOCK_N)[None, :]
-            to = out_ptr + rows.to(tl.int64) * N + columns
-            tl.store(to, acc.to(dtype), mask=(rows < M) & (columns < N))
-        elif STORE_HALVES:
-            halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-            left, right = tl.split(halves)
-            out_desc.store([m, n], left.to(dtype))
-            out_desc.store([m, n + BLOCK_N // 2], right.to(dtype))
-        else:
-            out_desc.store([m, n], acc.to(dtype))
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        out_desc.store([m, n], left.to(out_desc.dtype))
+        out_desc.store([m, n + BLOCK_N // 2], right.to(out_desc.dtype))
 
 
 def product(
@@ -149,12 +130,10 @@ def product(
     """
     num_rows, depth = x.shape
     num_columns = weight.shape[0]
-    store_n = config.block_n // 2 if config.store_halves else config.block_n
     _product_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
-        TensorDescriptor.from_tensor(out, [config.block_m, store_n]),
-        out,
+        TensorDescriptor.from_tensor(out, [config.block_m, config.block_n // 2]),
         out if rows is None else rows.words,
         out if rows is None else rows.fault,
         out if rows is None else rows.expected,
@@ -170,8 +149,6 @@ def product(
         GROUP_M=config.group_m,
         NUM_PROGRAMS=num_programs,
         FLATTEN=config.flatten,
-        WARP_SPECIALIZE=config.warp_specialize,
-        STORE_HALVES=config.store_halves,
         WAITS=rows is not None,
         num_stages=config.num_stages,
         num_warps=config.num_warps,
