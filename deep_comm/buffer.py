@@ -257,7 +257,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
         Raises:
             ArgumentError: a size is out of range, or there is no such option; on this rank.
-            As the constructor.
+            AllocationError, ConfigMismatch, PeerLost, TopologyError: as of the constructor.
 
         Examples:
             >>> shape = dict(hidden=H, num_experts=E, num_topk=K, max_tokens=T)

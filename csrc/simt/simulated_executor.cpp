@@ -314,8 +314,8 @@ std::string SimulatedExecutor::describe_run() const {
   std::string text = stop_reason_.empty() ? "" : stop_reason_ + "; ";
   text += "seed " + std::to_string(options_.seed) + ", policy " + ready_.describe() + ", step " +
           std::to_string(step_) + ", virtual time " + std::to_string(time_ns_) + " ns\n";
-  text += "replay: deep_comm simulate --seed " + std::to_string(options_.seed) +
-          " --policy " + options_.policy + " --ranks " + std::to_string(options_.num_ranks);
+  text += "replay: deep_comm simulate --seed " + std::to_string(options_.seed) + " --policy " +
+          options_.policy + " --ranks " + std::to_string(options_.num_ranks);
   if (!options_.weak_memory) text += " --strong-memory";
   if (!options_.delay_bulk) text += " --prompt-bulk";
   if (options_.collectives_order_memory) text += " --ordered-collectives";

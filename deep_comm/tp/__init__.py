@@ -82,7 +82,7 @@ def reduce_scatter(x: Tensor, memory: SymmetricMemory, *, num_sms: int | None = 
         [N, ...] of x's dtype: rows rank * N and those after it.
 
     Raises:
-        As ``all_gather``.
+        ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
     sms = memory.num_sms if num_sms is None else num_sms
     scattered: Tensor = memory.native_calls.reduce_scatter(x, sms)
@@ -105,7 +105,7 @@ def all_reduce(
         A tensor as x.
 
     Raises:
-        As ``all_gather``.
+        ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
     if method not in _METHODS:
         raise ArgumentError("method", method, f"must be one of {', '.join(_METHODS)}")

@@ -26,17 +26,18 @@ CLASSES = (
 WITHOUT = {
     "ExpertBatch", "ExpertBatch.group_ranges", "ExpertBatch.mask", "ExpertBatch.masked",
     "EventHandle.current_stream_wait", "EventHandle.of", "EventHandle.stream_wait",
-    "EventOverlap.current_stream_wait", "ExpertParallel.destroy",
+    "EventOverlap.current_stream_wait", "ExpertParallel.destroy", "ExpertParallel.extra_repr",
 }  # fmt: skip
 
 
 def _documented() -> dict[str, str]:
-    """Docstrings by name, of classes and of their public methods."""
+    """Docstrings by name, of classes and of their public methods; torch describes its own."""
     found = {}
     for cls in CLASSES:
         found[cls.__name__] = cls.__doc__ or ""
         for name, value in inspect.getmembers(cls, callable):
-            if not name.startswith(("_", "internode_")):
+            own = (getattr(value, "__module__", None) or "deep_comm").startswith("deep_comm")
+            if own and not name.startswith(("_", "internode_")):
                 found[f"{cls.__name__}.{name}"] = inspect.getdoc(value) or ""
     return found
 
