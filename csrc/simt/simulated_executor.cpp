@@ -116,7 +116,7 @@ void SimulatedExecutor::start_next(Stream& stream) {
   last_progress_step_ = step_;
   ++num_changes_;
   num_fibers_ += static_cast<uint64_t>(stream.front()->num_fibers());
-  stream.front()->start_time = memory_.now();
+  stream.front()->start_time = memory_.begin_launch();
   start(*stream.front());
 }
 

@@ -66,6 +66,8 @@ class SimulatedMemory {
     fiber->last_read = 0;
   }
   uint32_t now() const { return history_.now(); }
+  // The time of a launch that begins now. No load belongs to both: a change of nothing follows.
+  uint32_t begin_launch() { return history_.add({}) - 1; }
   // No fiber runs that began before.
   void settle_history(uint32_t time) { history_.settle(time); }
 

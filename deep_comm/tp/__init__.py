@@ -7,7 +7,7 @@ bits. Calls run on the current stream and can be captured into CUDA graphs.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -19,6 +19,13 @@ __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 Method = Literal["auto", "one_shot", "two_shot"]
 _METHODS = {"auto": 0, "one_shot": 1, "two_shot": 2}
+
+
+def _calls(memory: SymmetricMemory, num_sms: int | None) -> tuple[Any, int]:
+    if not isinstance(memory, SymmetricMemory):
+        rule = "must be a deep_comm.symmetric.SymmetricMemory"
+        raise ArgumentError("memory", f"a {type(memory).__name__}", rule)
+    return memory.native_calls, memory.num_sms if num_sms is None else num_sms
 
 
 def all_gather(
@@ -50,8 +57,8 @@ def all_gather(
     """
     if out is not None:
         return _gather_by_copies(x, memory, out)
-    sms = memory.num_sms if num_sms is None else num_sms
-    gathered: Tensor = memory.native_calls.all_gather(x, sms)
+    calls, sms = _calls(memory, num_sms)
+    gathered: Tensor = calls.all_gather(x, sms)
     return gathered
 
 
@@ -84,8 +91,8 @@ def reduce_scatter(x: Tensor, memory: SymmetricMemory, *, num_sms: int | None = 
     Raises:
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
-    sms = memory.num_sms if num_sms is None else num_sms
-    scattered: Tensor = memory.native_calls.reduce_scatter(x, sms)
+    calls, sms = _calls(memory, num_sms)
+    scattered: Tensor = calls.reduce_scatter(x, sms)
     return scattered
 
 
@@ -109,6 +116,6 @@ def all_reduce(
     """
     if method not in _METHODS:
         raise ArgumentError("method", method, f"must be one of {', '.join(_METHODS)}")
-    sms = memory.num_sms if num_sms is None else num_sms
-    total: Tensor = memory.native_calls.all_reduce(x, _METHODS[method], sms)
+    calls, sms = _calls(memory, num_sms)
+    total: Tensor = calls.all_reduce(x, _METHODS[method], sms)
     return total

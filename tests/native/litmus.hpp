@@ -150,6 +150,26 @@ DC_DEVICE void message_passing(const Args& args) {
   }
 }
 
+// The other way round: one thread reads and returns a credit, a warp stores over what was read. The
+// same params, of the credit and of the lane that stores.
+DC_DEVICE void credit(const Args& args) {
+  uint64_t* data = args.memory + 64;
+  const auto writer = args.params[1];
+  const bool first = args.rank == 0 && block_idx() == 0 && thread_idx() == 0;
+  const bool writes = (writer == 0 && args.rank == 1 && block_idx() == 0 && warp_idx() == 0) ||
+                      (args.rank == 0 && writer == 1 && block_idx() == 1 && warp_idx() == 0) ||
+                      (args.rank == 0 && writer == 2 && block_idx() == 0 && warp_idx() == 1);
+  if (first) {
+    uint64_t sum = 0;
+    for (int i = 0; i < kDataWords; ++i) sum += ld_weak(data + 2 * i);
+    st_weak(args.memory + 8, sum);
+    publish(args.memory, static_cast<Publish>(args.params[0]));
+  } else if (writes) {
+    observe(args.memory, static_cast<Observe>(args.params[2]));
+    if (lane_idx() == args.params[3]) write_data(data);
+  }
+}
+
 // Another lane of the writer's warp reads. params: how it is published.
 DC_DEVICE void message_in_warp(const Args& args) {
   if (args.rank != 0 || block_idx() != 0 || warp_idx() != 0) return;

@@ -91,6 +91,7 @@ void across_grids(const Args& args) {
 
 constexpr Kernel kKernels[] = {
     kernel<message_passing>("message_passing"),
+    kernel<credit>("credit"),
     kernel<message_in_warp>("message_in_warp"),
     kernel<store_buffering>("store_buffering"),
     kernel<load_buffering>("load_buffering"),

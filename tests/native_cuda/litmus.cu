@@ -64,6 +64,7 @@ struct Litmus {
 
 const Litmus kAll[] = {
     {"message_passing", run<message_passing>},
+    {"credit", run<credit>},
     {"message_in_warp", run<message_in_warp>},
     {"store_buffering", run<store_buffering>},
     {"load_buffering", run<load_buffering>},

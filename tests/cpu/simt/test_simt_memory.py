@@ -58,6 +58,32 @@ def test_some_schedule_shows_what_ptx_allows(test: Litmus) -> None:
     assert stale(test) > 0
 
 
+def late(test: Litmus, **options: object) -> int:
+    """How many runs say that a load could be late, with the words of the test as a credit."""
+    shape = Shape(test.num_blocks, test.num_threads, test.smem_bytes)
+    num_late = 0
+    for seed in range(20):
+        run = simulate("credit", test.params, num_ranks=2, seed=seed, shape=shape, **options)
+        num_late += any("could be late" in str(error) for error in run.errors)
+        assert num_late > 0 or run.check().memory[8] == 0  # and no load is early
+    return num_late
+
+
+MESSAGES = [test for test in litmus.FORBIDDEN if test.kernel == "message_passing"]
+RACES = [test for test in litmus.ALLOWED if test.kernel == "message_passing"]
+
+
+@pytest.mark.parametrize("test", MESSAGES, ids=str)
+def test_what_orders_a_message_orders_a_credit(test: Litmus) -> None:
+    assert late(test) == 0
+
+
+@pytest.mark.parametrize("test", RACES, ids=str)
+def test_a_load_that_could_be_late_is_an_error(test: Litmus) -> None:
+    assert late(test) > 0
+    assert late(test, allow_late_loads=True) == 0
+
+
 def seen(kernel: str, params: list[int], num_ranks: int, num_results: int = 2) -> set[object]:
     """What the last ``num_results`` ranks have seen together, over all seeds."""
     outcomes = set()

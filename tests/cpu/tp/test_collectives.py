@@ -182,6 +182,9 @@ REFUSED = {
     "that the 2 ranks divide": lambda memory: tp.reduce_scatter(torch.ones(3, 2), memory),
     "must have dtype": lambda memory: tp.all_reduce(torch.ones(4, dtype=torch.int64), memory),
     "must be one of auto": lambda memory: tp.all_reduce(torch.ones(4), memory, method="nccl"),
+    "must be a deep_comm.symmetric.SymmetricMemory; got a Tensor": lambda memory: tp.all_gather(
+        torch.ones(4), torch.ones(4)
+    ),
     "must be an integer of 1 to": lambda memory: tp.all_gather(torch.ones(4), memory, num_sms=0),
 }
 
