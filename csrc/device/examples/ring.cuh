@@ -30,6 +30,7 @@ DC_DEVICE void ring_send(const Args& args, uint64_t* slots, uint64_t* tail, cons
       is_free = await_word(head, static_cast<uint64_t>(row + 1 - args.num_slots));
     }
     if (!arch::all(kFullMask, is_free)) return;
+    arch::sync_warp();  // hands the acquire to all lanes: a vote orders nothing
     uint64_t* slot = slots + static_cast<int64_t>(row % args.num_slots) * args.num_words;
     for (int word = lane; word < args.num_words; word += kWarpSize) {
       arch::st_weak(slot + word, payload_word(row, word));

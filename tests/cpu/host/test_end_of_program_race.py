@@ -19,7 +19,7 @@ from deep_comm.ranks import rendezvous
 PROGRAM = """
 import gc, os, sys
 import torch.distributed as dist
-import deep_comm
+import deep_comm.ranks.rendezvous
 
 gc.freeze()  # ranks need not look at, and so copy, what the imports have made
 NUM_RANKS, NUM_RUNS = 4, 4

@@ -8,7 +8,7 @@ import torch
 from payload import assert_same_bits
 
 from deep_comm import Config, reference
-from deep_comm.bench import link, measure, operations, options, payload, plot, report, targets
+from deep_comm.bench import link, measure, operations, options, payload, report, targets
 from deep_comm.bench.expected import ALIGNMENT, Expected, cast
 from deep_comm.bench.line import Line
 from deep_comm.bench.measure import Sample, Timing
@@ -386,21 +386,6 @@ def test_tune_takes_the_fewest_sms_within_two_percent() -> None:
     assert (choice["best_us"], choice["default_us"]) == (480.0, 500.0)
     assert "Config(16, 6, 256)" in tune.describe([choice])
     assert tune.choose([]) == []
-
-
-def test_plots_take_the_quickest_line_at_each_point() -> None:
-    lines = [
-        line("combine", 500.0, num_sms=8),
-        line("combine", 400.0, num_sms=8, config=None),
-        line("combine", 300.0),
-        line("combine", 100.0, workload=Workload(4, 128, 7168, 256, 8)),
-        line("layout", 3.0, volume=None),
-    ]
-    num_tokens, rates = plot.rate_over_sms(lines)
-    assert num_tokens == 4096
-    assert rates == {"combine bf16 direct eager": [(8, 375.0), (24, 500.0)]}
-    times = plot.time_over_tokens(lines)
-    assert times == {"combine bf16 direct eager": [(128, 100.0), (4096, 300.0)]}
 
 
 def test_the_limit_is_the_best_push() -> None:
