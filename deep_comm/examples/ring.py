@@ -12,10 +12,19 @@ from typing import Any
 
 from deep_comm.settings import command_line
 from deep_comm.settings.command_line import at_least
+from deep_comm.simulate import MachineError
 from deep_comm.simulate.example import wrong_words
 
 NUM_WORDS, NUM_ROWS = 40, 12
 BREAKS = {"weaken_release": "no release", "skip_credit": "no wait for a free slot"}
+
+
+def is_found(seed: int, fault: str, shape: dict[str, Any]) -> bool:
+    """By a wrong word, or by the machine: a store that nothing orders behind an earlier load."""
+    try:
+        return wrong_words("ring", seed, faults=[fault], **shape) > 0
+    except MachineError:
+        return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for fault, meaning in BREAKS.items():
         shape = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=2)
         tried = progress.over(seeds, f"schedules, {meaning}")
-        broken = sum(wrong_words("ring", seed, faults=[fault], **shape) > 0 for seed in tried)
-        print(f"{meaning}: rows wrong in {broken} of {len(seeds)}")
+        broken = sum(is_found(seed, fault, shape) for seed in tried)
+        print(f"{meaning}: found in {broken} of {len(seeds)}")
         is_right = is_right and broken > 0
     print("verdict: " + ("OK" if is_right else "FAILED"))
     return 0 if is_right else 1
