@@ -23,7 +23,7 @@ def test_products_are_right_and_their_waits_bounded(number: int) -> None:
     assert time_matmul.check(config, num_sms) == ""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "after", "number", "timeout_ns"])
 def _pass_on(box, words, bases, rank, after, number, fault, timeout_ns, SIZE: tl.constexpr):
     """Waits for this rank's word, adds one to its box into the next rank's, signals that."""
     zero = wait_word(words, number, fault, rank + 1, timeout_ns)
@@ -42,18 +42,22 @@ def test_programs_pass_a_tensor_from_rank_to_rank() -> None:
     segments = _segments(3)
     bases = torch.tensor([each.data_ptr() for each in segments], device="cuda")
     fault = torch.zeros(1, dtype=torch.int64, device="cuda")
-    streams = [torch.cuda.Stream() for _ in segments]
+    streams = [torch.cuda.Stream() for _ in range(6)]
     torch.cuda.synchronize()
-    for number in reversed(range(6)):  # who waits longest is launched first
+    # First each finds its word. Then the kernel is loaded, which a kernel that waits would hold up,
+    # and who waits longest is launched first.
+    for number in [*range(6), *reversed(range(6, 12))]:
         rank = number % 3
-        with torch.cuda.stream(streams[rank] if number >= 3 else torch.cuda.Stream()):
+        with torch.cuda.stream(streams[number % 6]):
             _pass_on[(1,)](
                 segments[rank][128:], segments[rank], bases, rank, (rank + 1) % 3, number, fault,
                 TIMEOUT_NS, SIZE=128,
             )  # fmt: skip
+        if number < 6:
+            torch.cuda.synchronize()
     torch.cuda.synchronize()
     assert fault.item() == 0
-    assert (segments[0][128:] == 6).all() and segments[0][0].item() == 6
+    assert (segments[0][128:] == 12).all() and segments[0][0].item() == 12
 
 
 def test_a_wait_for_nobody_ends_and_says_so() -> None:
