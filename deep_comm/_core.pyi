@@ -225,6 +225,11 @@ class BufferCalls:
     all_reduce: Callable[..., Any]
     signal_word: Callable[[int, int], None]
     await_word: Callable[[int, int, int], None]
+    begin_matmul: Callable[[int, int, int], None]
+    push: Callable[[int, int, int, int, int], None]
+    await_push: Callable[[int, int, int], None]
+    add_slots: Callable[[int, int, int, int, int, int, int, int], None]
+    end_matmul: Callable[[int], None]
     def set_staging(self, *, offset: int, num_bytes: int) -> None:
         """Where collectives stage: two parts of num_bytes, from the heap's base."""
     def require_no_other_thread(self) -> None:

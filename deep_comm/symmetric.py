@@ -28,6 +28,10 @@ __all__ = ["SymmetricMemory", "SymmetricTensor", "Words"]
 
 _LINE = 128  # bytes; tensors begin at multiples
 _WORD = 8
+_MOST_RANKS = 8
+WORDS_OF_RANK = 64
+"""Of ``SymmetricMemory.progress``, for each rank."""
+_NUM_PROGRESS = _MOST_RANKS * WORDS_OF_RANK + 2
 
 
 def _whole_lines(num_bytes: int) -> int:
@@ -49,7 +53,9 @@ class SymmetricMemory:
         group_size: R, at most 8, all in one node.
         device: where all tensors are.
         num_sms: the most SMs that a collective uses unless it is told another number.
-        num_bytes, staging_bytes: as given.
+        num_bytes, staging_bytes, timeout_s: as given.
+        progress: int64 words of the products of ``deep_comm.tp``: for each of 8 ranks
+            ``WORDS_OF_RANK``, then a sequence, then a fault.
 
     Examples:
         >>> with deep_comm.symmetric.SymmetricMemory(group, 1 << 20, device="cpu") as memory:
@@ -100,7 +106,9 @@ class SymmetricMemory:
             integers.require("num_sms", num_sms, 1)
         staging = _whole_lines(staging_bytes)
         settings = Settings(
-            num_nvl_bytes=2 * staging + _whole_lines(num_bytes),
+            num_nvl_bytes=(
+                2 * staging + _whole_lines(_NUM_PROGRESS * _WORD) + _whole_lines(num_bytes)
+            ),
             num_direct_bytes=0,
             num_max_experts=1,
             ranks_per_node=None,
@@ -129,8 +137,13 @@ class SymmetricMemory:
         begin = self._context.engine.data_offset
         calls = self._context.native_calls
         calls.set_staging(offset=begin, num_bytes=staging)
-        self._next = begin + 2 * staging
-        self._end = self._next + _whole_lines(num_bytes)
+        self._begin = begin + 2 * staging + _whole_lines(_NUM_PROGRESS * _WORD)
+        self._next = self._begin
+        self._end = self._begin + _whole_lines(num_bytes)
+        self.progress = SymmetricTensor(
+            self._context, begin + 2 * staging, (_NUM_PROGRESS,), torch.int64
+        )
+        self.timeout_s = settings.timeout_s
         self._word_calls = calls.signal_word, calls.await_word
         self._bases = torch.tensor(self._context.heap.peer_bases, device=self.device)
 
@@ -164,14 +177,17 @@ class SymmetricMemory:
         """
         return self._bases
 
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
+        """The staging as one tensor, for ``deep_comm.tp``: 2 * ``staging_bytes``."""
+        return SymmetricTensor(self._context, self._context.engine.data_offset, tuple(shape), dtype)
+
     def _take(self, num_bytes: int, agreed: dict[str, Any]) -> int:
         """The offset of so many zeroed bytes. Collective."""
         self._context.require_open()
         self._context.rendezvous.require_equal(agreed)
         offset, free = self._next, self._end - self._next
         if num_bytes > free:
-            used = self._end - free - self._context.engine.data_offset
-            used -= 2 * _whole_lines(self.staging_bytes)
+            used = self._next - self._begin
             raise BufferTooSmall(
                 self.num_bytes, used + num_bytes, f"{num_bytes} bytes more", "num_bytes"
             )
@@ -213,6 +229,7 @@ class SymmetricMemory:
         """
         self._context.reset()
         with self._context.backend.device_scope():
+            self.progress.local.zero_()
             for words in self._words:
                 words.clear()
             self._context.synchronize()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["peer_pointer", "signal_word", "wait_word"]
+__all__ = ["peer_pointer", "peer_stores_done", "signal_word", "wait_word"]
 
 
 # One PTX block, so that the compiler's pipeline sees one operation. `ld.acquire` orders the loads
@@ -86,14 +86,22 @@ def wait_word(word, expected, fault, waiter, timeout_ns):
 
 
 @triton.jit
+def peer_stores_done():
+    """Wait until the descriptor (TMA) stores of this program have arrived. Then every thread may
+    release them. Not inside a warp-specialised loop.
+    """
+    tl.inline_asm_elementwise(_BULK_STORES_DONE, "=r,r", [0], tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
 def signal_word(word, value):
     """Store ``value`` to ``*word`` after everything that this program has stored.
 
     word: pointer to int64, also of a peer. Descriptor (TMA) stores count as well. Not inside a
     warp-specialised loop, where a part of the threads would call it.
     """
-    tl.inline_asm_elementwise(_BULK_STORES_DONE, "=r,r", [0], tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
+    peer_stores_done()
     tl.inline_asm_elementwise(
         _SIGNAL, "=r,l,l", [word, tl.cast(value, tl.int64)], tl.int32, is_pure=False, pack=1
     )

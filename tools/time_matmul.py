@@ -4,7 +4,8 @@
 
 Needs a Hopper GPU, torch and Triton 3.6; the package need not be built. Checks first: every
 configuration against torch.matmul, rows that arrive while the product runs (copied by copy engines,
-a chunk and then its word), and a chunk that never comes. Then, for each shape, times every
+a chunk and then its word), a chunk that never comes, and ranks beside each other on this GPU that
+scatter their products. Then, for each shape, times every
 configuration for a moment and the best one beside cuBLAS in turn. Columns:
 
     cuBLAS, Triton     median µs of the rounds, and TFLOP/s
@@ -75,22 +76,29 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return x, weight, torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
 
 
-def waiting(m: int, first_chunk: int = 0) -> tp.RowWords:
-    """Words of chunks, none of them there."""
-    return tp.RowWords(
-        words=torch.zeros(CHUNKS, device="cuda", dtype=torch.int64),
-        expected=torch.full((1,), 7, device="cuda", dtype=torch.int64),
-        num_rows=-(-m // CHUNKS // 128) * 128,
-        first_chunk=first_chunk,
+def waits(sequence: int) -> tp.Waits:
+    return tp.Waits(
+        sequence=torch.full((1,), sequence, device="cuda", dtype=torch.int64),
         fault=torch.zeros(1, device="cuda", dtype=torch.int64),
         timeout_ns=TIMEOUT_NS,
     )
 
 
-def all_there(m: int) -> tp.RowWords:
-    rows = waiting(m)
-    rows.words.fill_(7)
-    return rows
+def gathering(x: torch.Tensor, num_ranks: int, rank: int, sequence: int) -> tp.Gathered:
+    """x [R * S, K], whose words say 7 and not yet ``sequence`` if that is greater."""
+    shard = x.shape[0] // num_ranks
+    return tp.Gathered(
+        rows=x,
+        words=torch.full((num_ranks, CHUNKS), 7, device="cuda", dtype=torch.int64),
+        chunk_rows=-(-shard // CHUNKS // 128) * 128,
+        rank=rank,
+        waits=waits(sequence),
+    )
+
+
+def own_rows(x: torch.Tensor, gathered: tp.Gathered) -> torch.Tensor:
+    shard = x.shape[0] // gathered.words.shape[0]
+    return x[gathered.rank * shard : (gathered.rank + 1) * shard].clone()
 
 
 def differs(out: torch.Tensor, expected: torch.Tensor) -> str:
@@ -105,53 +113,138 @@ def differs(out: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def check_late_rows(config: tp.ProductConfig, num_programs: int) -> str:
-    """Rows come from the host, last chunk first, while the product waits for them."""
-    m, n, k = 2048, 1024, 1024
+    """Rows of three other ranks come from the host, the nearest rank last."""
+    m, n, k, rank = 4096, 1024, 1024, 2
     x, weight, out = operands(m, n, k)
     expected = x @ weight.t()
     source = x.cpu().pin_memory()
-    seven = torch.full((1,), 7, dtype=torch.int64).pin_memory()
+    eight = torch.full((1,), 8, dtype=torch.int64).pin_memory()
+    gathered = gathering(x, 4, rank, sequence=8)
+    own = own_rows(x, gathered)
     x.fill_(float("nan"))
-    rows = waiting(m, first_chunk=5)
     copies = torch.cuda.Stream()
     torch.cuda.synchronize()
-    tp.product(x, weight, config, out=out, num_programs=num_programs, rows=rows)
+    tp.product(own, weight.t(), config, out=out, num_programs=num_programs, gathered=gathered)
     with torch.cuda.stream(copies):
-        for chunk in reversed(range(CHUNKS)):
-            part = slice(chunk * rows.num_rows, (chunk + 1) * rows.num_rows)
-            x[part].copy_(source[part], non_blocking=True)
-            rows.words[chunk : chunk + 1].copy_(seven, non_blocking=True)
+        for peer in (3, 0, 1):
+            for chunk in reversed(range(1024 // gathered.chunk_rows)):
+                first = 1024 * peer + chunk * gathered.chunk_rows
+                part = slice(first, first + gathered.chunk_rows)
+                x[part].copy_(source[part], non_blocking=True)
+                gathered.words[peer, chunk : chunk + 1].copy_(eight, non_blocking=True)
     torch.cuda.synchronize()
-    if rows.fault.item() != 0:
-        return f"chunk {rows.fault.item() - 1} was not seen in time"
+    if gathered.waits.fault.item() != 0:
+        return f"rank {gathered.waits.fault.item() - 1} was not seen in time"
     return differs(out, expected)
 
 
 def check_absent_chunk(config: tp.ProductConfig, num_programs: int) -> str:
-    """A chunk that never comes: the product ends, and says which one it was."""
+    """A chunk that never comes: the product ends, and says whose it was."""
     x, weight, out = operands(2048, 1024, 1024)
-    rows = all_there(2048)
-    rows.words[3] = 6
+    gathered = gathering(x, 2, 0, sequence=7)
+    gathered.words[1, 3] = 6
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    tp.product(x, weight, config, out=out, num_programs=num_programs, rows=rows)
+    tp.product(
+        own_rows(x, gathered),
+        weight.t(),
+        config,
+        out=out,
+        num_programs=num_programs,
+        gathered=gathered,
+    )
     torch.cuda.synchronize()
     took = time.perf_counter() - begin
-    if rows.fault.item() != 4:
-        return f"fault is {rows.fault.item()}, should be 4"
+    if gathered.waits.fault.item() != 2:
+        return f"fault is {gathered.waits.fault.item()}, should be 2"
     return "" if took < 2 * TIMEOUT_NS / 1e9 else f"it took {took:.1f} s"
+
+
+def scattering(
+    rank: int, slots: list[torch.Tensor], words: list[torch.Tensor], sequence: int
+) -> tp.Scattered:
+    """slots [R, S, N], words [R, 64] of each rank, all on this GPU."""
+    addresses = lambda parts: torch.tensor([part.data_ptr() for part in parts], device="cuda")
+    return tp.Scattered(
+        slots=addresses([of_peer[rank] for of_peer in slots]),
+        own_slots=slots[rank],
+        peer_words=addresses([of_peer[rank] for of_peer in words]),
+        own_words=words[rank],
+        counters=torch.zeros_like(words[rank], dtype=torch.int32),
+        rank=rank,
+        waits=waits(sequence),
+    )
+
+
+def check_scattered(config: tp.ProductConfig, num_programs: int) -> str:
+    """Ranks beside each other on this GPU, twice; bits of the sum in float32 of rounded parts."""
+    for num_ranks, shard, n, k in ((1, 256, 320, 512), (2, 1280, 1040, 520), (3, 384, 1536, 1024)):
+        inputs = [operands(num_ranks * shard, n, k)[:2] for _ in range(num_ranks)]
+        like = inputs[0][0].new_empty
+        slots = [like(num_ranks, shard, n).fill_(float("nan")) for _ in inputs]
+        words = [torch.zeros((num_ranks, 64), dtype=torch.int64, device="cuda") for _ in inputs]
+        places = [scattering(rank, slots, words, 0) for rank in range(num_ranks)]
+        streams = [torch.cuda.Stream() for _ in inputs]
+        parts = []
+        for x, weight in inputs:
+            parts.append(like(num_ranks * shard, n))
+            tp.product(x, weight.t(), config, out=parts[-1], num_programs=num_programs)
+        for number in range(1, 4):
+            outs = [like(shard, n).fill_(float("nan")) for _ in inputs]
+            for place in places:
+                place.waits.sequence.fill_(number)
+            torch.cuda.synchronize()
+            # The first time one after the other, which loads the kernel; it waits for nobody then.
+            for rank, (x, weight) in enumerate(inputs):
+                if number == 1:
+                    places[rank].waits.fault.fill_(-1)
+                with torch.cuda.stream(streams[rank]):
+                    tp.scattered_product(
+                        x,
+                        weight.t(),
+                        config,
+                        out=outs[rank],
+                        num_programs=num_programs // num_ranks,
+                        scattered=places[rank],
+                    )
+                if number == 1:
+                    torch.cuda.synchronize()
+                    places[rank].waits.fault.zero_()
+            torch.cuda.synchronize()
+            if number == 1:
+                continue
+            total = torch.zeros(num_ranks * shard, n, device="cuda")
+            for part in parts:
+                total += part.float()
+            for rank, out in enumerate(outs):
+                fault = places[rank].waits.fault.item()
+                if fault != 0:
+                    return f"rank {rank} of {num_ranks}: rank {fault - 1} was not seen in time"
+                if places[rank].counters.any():
+                    return "counters are left"
+                wanted = total[rank * shard : (rank + 1) * shard].to(out.dtype)
+                if not torch.equal(out.view(torch.int16), wanted.view(torch.int16)):
+                    where = (out != wanted).nonzero()[0].tolist()
+                    return (
+                        f"scattered, rank {rank} of {num_ranks}, run {number}: differs at {where}"
+                    )
+    return ""
 
 
 def check(config: tp.ProductConfig, num_programs: int) -> str:
     for m, n, k in ((1024, 1536, 2048), (1000, 1040, 520)):
         x, weight, out = operands(m, n, k)
-        for rows in (None, all_there(m)):
+        for matrix in (weight.t(), weight.t().contiguous()):
             out.fill_(float("nan"))
-            tp.product(x, weight, config, out=out, num_programs=num_programs, rows=rows)
+            tp.product(x, matrix, config, out=out, num_programs=num_programs)
             wrong = differs(out, x @ weight.t())
             if wrong:
-                return f"{wrong} ({m} x {n} x {k}, {'waiting' if rows else 'not waiting'})"
-    return check_late_rows(config, num_programs) or check_absent_chunk(config, num_programs)
+                return f"{wrong} ({m} x {n} x {k})"
+    return (
+        check_late_rows(config, num_programs)
+        or check_absent_chunk(config, num_programs)
+        or check_scattered(config, num_programs)
+    )
 
 
 def usable(num_programs: int, skipped: set[int]) -> tuple[list[tp.ProductConfig], bool]:
@@ -202,12 +295,17 @@ def microseconds(call, calls: int) -> float:
     return begin.elapsed_time(end) / calls * 1e3
 
 
-def time_shape(shape: Shape, configs: list[tp.ProductConfig], num_programs: int) -> str:
+def time_shape(
+    shape: Shape, configs: list[tp.ProductConfig], num_programs: int, num_ranks: int
+) -> str:
     x, weight, out = operands(shape.m, shape.n, shape.k)
-    rows = all_there(shape.m)
+    gathered = gathering(x, num_ranks, 0, sequence=7)
+    own = own_rows(x, gathered)
 
-    def triton_call(config, rows=None):
-        return lambda: tp.product(x, weight, config, out=out, num_programs=num_programs, rows=rows)
+    def triton_call(config, rows=x, gathered=None):
+        return lambda: tp.product(
+            rows, weight.t(), config, out=out, num_programs=num_programs, gathered=gathered
+        )
 
     quick = {}
     for config in configs:
@@ -217,7 +315,7 @@ def time_shape(shape: Shape, configs: list[tp.ProductConfig], num_programs: int)
     calls = {
         "cuBLAS": lambda: torch.matmul(x, weight.t(), out=out),
         "Triton": triton_call(best),
-        "waiting": triton_call(best, rows),
+        "waiting": triton_call(best, own, gathered),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -271,7 +369,7 @@ def main() -> int:
         if time.perf_counter() - begin > options.seconds:
             print(f"out of time before {shape}")
             break
-        print(time_shape(shape, configs, num_programs), flush=True)
+        print(time_shape(shape, configs, num_programs, options.ranks), flush=True)
     return 0 if is_right else 1
 
 

@@ -48,6 +48,70 @@ py::object call_await_word(BoundBuffer& buffer, const Arguments<3>& given) {
   return py::none();
 }
 
+uint64_t* word_at(PyObject* address) {
+  return reinterpret_cast<uint64_t*>(static_cast<uintptr_t>(read_integer(address).value));
+}
+uint8_t* bytes_at(PyObject* address) {
+  return reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(read_integer(address).value));
+}
+
+// (digest, address of the sequence, of the fault)
+py::object call_begin_matmul(BoundBuffer& buffer, const Arguments<3>& given) {
+  const auto [digest, sequence, fault] = given;
+  MatmulArgs args{};
+  args.sequence = word_at(sequence);
+  args.fault = reinterpret_cast<int64_t*>(word_at(fault));
+  begin_matmul(buffer.context, args, static_cast<int>(read_integer(digest).value));
+  return py::none();
+}
+
+// (address to copy from, to copy to, bytes, address of the sequence, of the peer's word)
+py::object call_push(BoundBuffer& buffer, const Arguments<5>& given) {
+  const auto [src, dst, num_bytes, sequence, word] = given;
+  push(buffer.context, {{},
+                        bytes_at(src),
+                        bytes_at(dst),
+                        read_integer(num_bytes).value,
+                        word_at(sequence),
+                        word_at(word)});
+  return py::none();
+}
+
+// (address of the word, of the sequence, the peer that pushes)
+py::object call_await_push(BoundBuffer& buffer, const Arguments<3>& given) {
+  const auto [word, sequence, peer] = given;
+  MatmulArgs args{};
+  args.word = word_at(word);
+  args.sequence = word_at(sequence);
+  args.peer = static_cast<int>(read_integer(peer).value);
+  await_push(buffer.context, args);
+  return py::none();
+}
+
+// (address of the slots, bytes of one, bytes from one to the next, address of out, dtype: 0 bf16, 1 fp16,
+// 2 float32, address of the words, words of a rank, address of the sequence)
+py::object call_add_slots(BoundBuffer& buffer, const Arguments<8>& given) {
+  const auto [slots, num_bytes, stride, out, dtype, words, words_per_rank, sequence] = given;
+  AddSlotsArgs args{};
+  args.slots = bytes_at(slots);
+  args.slot_vecs = read_integer(stride).value / static_cast<int64_t>(sizeof(Vec16));
+  args.out = bytes_at(out);
+  args.num_bytes = read_integer(num_bytes).value;
+  args.words = word_at(words);
+  args.words_per_rank = static_cast<int>(read_integer(words_per_rank).value);
+  args.sequence = word_at(sequence);
+  add_slots(buffer.context, args, static_cast<Dtype>(read_integer(dtype).value));
+  return py::none();
+}
+
+// (address of the fault)
+py::object call_end_matmul(BoundBuffer& buffer, const Arguments<1>& given) {
+  MatmulArgs args{};
+  args.fault = reinterpret_cast<int64_t*>(word_at(given[0]));
+  end_matmul(buffer.context, args);
+  return py::none();
+}
+
 }  // namespace
 
 void bind_tp_calls(BufferClass& buffer) {
@@ -56,6 +120,11 @@ void bind_tp_calls(BufferClass& buffer) {
   def_call<&call_all_reduce>(buffer, "all_reduce");
   def_call<&call_signal_word>(buffer, "signal_word");
   def_call<&call_await_word>(buffer, "await_word");
+  def_call<&call_begin_matmul>(buffer, "begin_matmul");
+  def_call<&call_push>(buffer, "push");
+  def_call<&call_await_push>(buffer, "await_push");
+  def_call<&call_add_slots>(buffer, "add_slots");
+  def_call<&call_end_matmul>(buffer, "end_matmul");
   buffer.def(
       "set_staging",
       [](BoundBuffer& self, size_t offset, size_t num_bytes) {

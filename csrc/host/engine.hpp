@@ -81,6 +81,11 @@ class Engine final : public EngineCalls {
                   uint64_t stream) override;
   void signal_word(const WordArgs& args, uint64_t stream) override;
   void await_word(const WordArgs& args, uint64_t stream) override;
+  void begin_matmul(MatmulArgs args, int digest, uint64_t stream) override;
+  void push(const PushArgs& args, uint64_t stream) override;
+  void await_push(const MatmulArgs& args, uint64_t stream) override;
+  void add_slots(const AddSlotsArgs& args, Dtype dtype, uint64_t stream) override;
+  void end_matmul(const MatmulArgs& args, uint64_t stream) override;
 
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it, or of what enable_internode has left, and what lies
@@ -239,6 +244,7 @@ class Engine final : public EngineCalls {
                  uint64_t stream);
   template <Collective kOp>
   void prepare_collective();
+  void prepare_matmul();
   // Of this rank alone, for local kernels over rows that came from several nodes.
   World world_alone() const;
 

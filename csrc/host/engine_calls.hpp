@@ -119,6 +119,12 @@ class EngineCalls {
                           uint64_t stream) = 0;
   virtual void signal_word(const WordArgs& args, uint64_t stream) = 0;
   virtual void await_word(const WordArgs& args, uint64_t stream) = 0;
+  // digest: of operation and arguments, which the ranks compare.
+  virtual void begin_matmul(MatmulArgs args, int digest, uint64_t stream) = 0;
+  virtual void push(const PushArgs& args, uint64_t stream) = 0;
+  virtual void await_push(const MatmulArgs& args, uint64_t stream) = 0;
+  virtual void add_slots(const AddSlotsArgs& args, Dtype dtype, uint64_t stream) = 0;
+  virtual void end_matmul(const MatmulArgs& args, uint64_t stream) = 0;
 
   // ---- between nodes
   virtual void internode_layout(InternodeLayoutArgs args, uint64_t stream) = 0;

@@ -77,6 +77,13 @@ void CudaTarget::fill_zero(void* memory, size_t num_bytes) {
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
+void CudaTarget::copy(void* to, const void* from, size_t num_bytes, uint64_t stream) {
+  const CudaDeviceScope scope(device_);
+  check(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault,
+                        reinterpret_cast<cudaStream_t>(stream)),
+        "cudaMemcpyAsync");
+}
+
 void CudaTarget::copy_in(void* memory, const void* source, size_t num_bytes) {
   const CudaDeviceScope scope(device_);
   check(cudaMemcpy(memory, source, num_bytes, cudaMemcpyHostToDevice), "cudaMemcpy");

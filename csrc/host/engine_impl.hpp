@@ -86,6 +86,7 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
   prepare_collective<Collective::kAllReduceTwice>();
   target_.template prepare<SignalWordKernel>();
   target_.template prepare<AwaitWordKernel>();
+  prepare_matmul();
 }
 
 template <class Target>

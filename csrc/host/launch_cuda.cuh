@@ -42,6 +42,7 @@ DC_LAUNCHED_AS(barrier)
 DC_LAUNCHED_AS(all_gather)
 DC_LAUNCHED_AS(reduce_scatter)
 DC_LAUNCHED_AS(all_reduce)
+DC_LAUNCHED_AS(begin_matmul)
 DC_LAUNCHED_AS(signal_word)
 DC_LAUNCHED_AS(await_word)
 DC_LAUNCHED_AS(local)
@@ -68,6 +69,8 @@ constexpr auto entry_of() {
     return &kernels::reduce_scatter<KernelType>;
   } else if constexpr (kName == Kernel::kAllReduce) {
     return &kernels::all_reduce<KernelType>;
+  } else if constexpr (kName == Kernel::kMatmul) {
+    return &kernels::begin_matmul<KernelType>;
   } else if constexpr (kName == Kernel::kSignalWord) {
     return &kernels::signal_word<KernelType>;
   } else if constexpr (kName == Kernel::kAwaitWord) {

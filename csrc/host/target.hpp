@@ -83,6 +83,8 @@ struct Tuning {
   // of a shard, that a block takes at a time: at least while there are blocks left, and at most
   int least_part_vecs;
   int most_part_vecs;
+  int most_local_blocks;  // of add_slots
+  int add_slots_threads;
 };
 
 }  // namespace deep_comm

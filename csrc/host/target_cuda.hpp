@@ -16,6 +16,7 @@ class CudaTarget {
  public:
   static constexpr bool kIsSynchronous = false;
   static constexpr bool kHasRail = true;
+  static constexpr bool kHasCopyEngines = true;
   static constexpr Tuning kTuning = {.layout_threads = 256,
                                      .layout_tokens_per_block = 256,
                                      .min_notify_threads = 256,
@@ -48,7 +49,9 @@ class CudaTarget {
                                      .reduce_experts_threads = 640,
                                      .num_collective_warps = 15,
                                      .least_part_vecs = 256,
-                                     .most_part_vecs = 4096};
+                                     .most_part_vecs = 4096,
+                                     .most_local_blocks = 528,
+                                     .add_slots_threads = 512};
 
   CudaTarget(int rank, int device)
       : device_(device), smem_bytes_limit_(cuda_smem_bytes_limit(device)) {
@@ -63,6 +66,8 @@ class CudaTarget {
   void* allocate_mapped(size_t num_bytes);
   void free_mapped(void* memory);
   void fill_zero(void* memory, size_t num_bytes);
+  // In the stream's order, without an SM.
+  void copy(void* to, const void* from, size_t num_bytes, uint64_t stream);
   template <class T>
   void store(T* word, T value) {
     copy_in(word, &value, sizeof(T));

@@ -19,6 +19,7 @@ class HostTarget {
  public:
   static constexpr bool kIsSynchronous = true;
   static constexpr bool kHasRail = true;
+  static constexpr bool kHasCopyEngines = false;
   static constexpr Tuning kTuning = {
       .layout_threads = 64,  // two warps, and blocks of few tokens: all that they share is tested
       .layout_tokens_per_block = 8,
@@ -52,7 +53,9 @@ class HostTarget {
       .reduce_experts_threads = 64,
       .num_collective_warps = 6,
       .least_part_vecs = 2,
-      .most_part_vecs = 3};
+      .most_part_vecs = 3,
+      .most_local_blocks = 2,
+      .add_slots_threads = 64};
 
   // simulation: not owned, may be null. device: the rank of the simulated machine to run
   // on, or -1: the same rank.

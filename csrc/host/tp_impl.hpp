@@ -7,6 +7,8 @@ namespace deep_comm {
 
 namespace detail {
 
+inline constexpr LaunchConfig kOneWarp{.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 16};
+
 // Calls visit with the kernel type of an operation. An all-gather copies bytes, of whatever type.
 template <Collective kOp, class Visit>
 void with_collective(Dtype dtype, const Visit& visit) {
@@ -86,15 +88,68 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int element_ty
 }
 
 template <class Target>
+void Engine<Target>::prepare_matmul() {
+  target_.template prepare<BeginMatmulKernel>();
+  target_.template prepare<AwaitPushKernel>();
+  target_.template prepare<EndMatmulKernel>();
+  target_.template prepare<AddSlotsKernel<Dtype::kBfloat16>>();
+  target_.template prepare<AddSlotsKernel<Dtype::kFloat16>>();
+  target_.template prepare<AddSlotsKernel<Dtype::kFloat32>>();
+}
+
+template <class Target>
+void Engine<Target>::begin_matmul(MatmulArgs args, int digest, uint64_t stream) {
+  detail::require(!is_internode(), "products serve ranks inside a node");
+  args.signature = Operation::signature(Kernel::kMatmul, &digest, 1);
+  launch<BeginMatmulKernel>(detail::kOneWarp, args, stream);
+}
+
+template <class Target>
+void Engine<Target>::push(const PushArgs& args, uint64_t stream) {
+  if constexpr (Target::kHasCopyEngines) {
+    target_.copy(args.dst, args.src, static_cast<size_t>(args.num_bytes), stream);
+    target_.copy(args.word, args.sequence, sizeof(*args.word), stream);
+  } else {
+    launch<PushKernel>({.num_blocks = 1, .num_threads = PushKernel::kMaxThreads, .smem_bytes = 0},
+                       args, stream);
+  }
+}
+
+template <class Target>
+void Engine<Target>::await_push(const MatmulArgs& args, uint64_t stream) {
+  launch<AwaitPushKernel>(detail::kOneWarp, args, stream);
+}
+
+template <class Target>
+void Engine<Target>::add_slots(const AddSlotsArgs& args, Dtype dtype, uint64_t stream) {
+  constexpr int64_t kVecsOfBlock = 4096;
+  const int num_blocks = static_cast<int>(min_of<int64_t>(
+      Target::kTuning.most_local_blocks, ceil_div<int64_t>(args.slot_vecs, kVecsOfBlock)));
+  const LaunchConfig config{
+      .num_blocks = num_blocks, .num_threads = Target::kTuning.add_slots_threads, .smem_bytes = 0};
+  switch (dtype) {
+    case Dtype::kBfloat16:
+      return launch<AddSlotsKernel<Dtype::kBfloat16>>(config, args, stream);
+    case Dtype::kFloat16:
+      return launch<AddSlotsKernel<Dtype::kFloat16>>(config, args, stream);
+    case Dtype::kFloat32:
+      return launch<AddSlotsKernel<Dtype::kFloat32>>(config, args, stream);
+  }
+}
+
+template <class Target>
+void Engine<Target>::end_matmul(const MatmulArgs& args, uint64_t stream) {
+  launch<EndMatmulKernel>(detail::kOneWarp, args, stream);
+}
+
+template <class Target>
 void Engine<Target>::signal_word(const WordArgs& args, uint64_t stream) {
-  launch<SignalWordKernel>({.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args,
-                           stream);
+  launch<SignalWordKernel>(detail::kOneWarp, args, stream);
 }
 
 template <class Target>
 void Engine<Target>::await_word(const WordArgs& args, uint64_t stream) {
-  launch<AwaitWordKernel>({.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args,
-                          stream);
+  launch<AwaitWordKernel>(detail::kOneWarp, args, stream);
 }
 
 }  // namespace deep_comm

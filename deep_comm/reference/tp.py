@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+]
 
 
 def all_gather(x: Sequence[Tensor]) -> list[Tensor]:
@@ -26,3 +33,18 @@ def all_reduce(x: Sequence[Tensor]) -> list[Tensor]:
 def reduce_scatter(x: Sequence[Tensor]) -> list[Tensor]:
     """x: [R * N, ...] each. Returns [N, ...] each."""
     return list(all_reduce(x)[0].chunk(len(x)))
+
+
+def all_gather_matmul(x: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """x: [N, K] each; weights: [K, M], of each rank. Returns [R * N, M] each."""
+    return [torch.cat(list(x)) @ weight for weight in weights]
+
+
+def matmul_all_reduce(x: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Every rank's product is rounded before it is added."""
+    return all_reduce([rows @ weight for rows, weight in zip(x, weights, strict=True)])
+
+
+def matmul_reduce_scatter(x: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """x: [R * N, K] each; weights: [K, M], of each rank. Returns [N, M] each."""
+    return reduce_scatter([rows @ weight for rows, weight in zip(x, weights, strict=True)])

@@ -1,4 +1,4 @@
-"""deep_comm.triton and the product of deep_comm.tp, on one GPU."""
+"""deep_comm.triton and the products of deep_comm.tp, on one GPU."""
 
 from __future__ import annotations
 

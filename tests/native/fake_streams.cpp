@@ -237,6 +237,21 @@ class LoggedEngine final : public EngineCalls {
   void await_word(const WordArgs& args, uint64_t stream) override {
     launch("await_word", stream, [=, this] { engine_.await_word(args, stream); });
   }
+  void begin_matmul(MatmulArgs args, int digest, uint64_t stream) override {
+    launch("begin_matmul", stream, [=, this] { engine_.begin_matmul(args, digest, stream); });
+  }
+  void push(const PushArgs& args, uint64_t stream) override {
+    launch("push", stream, [=, this] { engine_.push(args, stream); });
+  }
+  void await_push(const MatmulArgs& args, uint64_t stream) override {
+    launch("await_push", stream, [=, this] { engine_.await_push(args, stream); });
+  }
+  void add_slots(const AddSlotsArgs& args, Dtype dtype, uint64_t stream) override {
+    launch("add_slots", stream, [=, this] { engine_.add_slots(args, dtype, stream); });
+  }
+  void end_matmul(const MatmulArgs& args, uint64_t stream) override {
+    launch("end_matmul", stream, [=, this] { engine_.end_matmul(args, stream); });
+  }
 
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const override {
     return engine_.plan_low_latency(options);

@@ -32,6 +32,7 @@ enum class Kernel : uint32_t {
   kAllGather,
   kReduceScatter,
   kAllReduce,
+  kMatmul,
   kNumberRows,
   kExpandRows,
   kReduceExperts,
@@ -41,6 +42,8 @@ enum class Kernel : uint32_t {
   kShrinkBarrier,
   kSignalWord,
   kAwaitWord,
+  kPush,
+  kAddSlots,
   kCount
 };
 
@@ -121,6 +124,7 @@ inline constexpr const char* kKernelNames[] = {"get_dispatch_layout",
                                                "all_gather",
                                                "reduce_scatter",
                                                "all_reduce",
+                                               "matmul",
                                                "number_rows",
                                                "expand_rows",
                                                "reduce_experts",
@@ -129,7 +133,9 @@ inline constexpr const char* kKernelNames[] = {"get_dispatch_layout",
                                                "expand_received",
                                                "reset",
                                                "signal",
-                                               "wait"};
+                                               "wait",
+                                               "push",
+                                               "add_slots"};
 inline constexpr const char* kStageNames[] = {
     "entry_barrier",  "counts",       "channel_offsets", "ring_credit",   "ring_tail", "reduce",
     "done",           "retire",       "check_arguments", "buffer_credit", "rows",      "weights",

@@ -52,4 +52,39 @@ struct WordArgs {
   int peer;
 };
 
+// begin_matmul, await_push and end_matmul: around products whose rows come from peers or go to them.
+struct MatmulArgs {
+  World world;
+  uint64_t* sequence;  // of this rank, equal on all: products that have begun
+  int64_t* fault;      // set by begin; then the product's: 1 + the peer that it waited for in vain
+  const uint64_t* word;  // await_push: this rank's, that the peer's push sets to the sequence
+  int peer;              // await_push
+  uint32_t signature;    // begin: of operation and arguments, equal on all ranks
+};
+
+// What `fault` says when a product must not wait: this rank has failed.
+inline constexpr int64_t kMustNotWait = -1;
+
+// Rows to a peer's memory, then word := sequence there.
+struct PushArgs {
+  World world;
+  const uint8_t* src;
+  uint8_t* dst;
+  int64_t num_bytes;
+  const uint64_t* sequence;
+  uint64_t* word;
+};
+
+// out := slots 0 + 1 + … + (R - 1), of which the peers have pushed theirs.
+struct AddSlotsArgs {
+  World world;
+  const uint8_t* slots;  // [R], slot_vecs vectors apart
+  int64_t slot_vecs;
+  uint8_t* out;
+  int64_t num_bytes;
+  const uint64_t* words;  // of peer p at p * words_per_rank
+  int words_per_rank;
+  const uint64_t* sequence;
+};
+
 }  // namespace deep_comm

@@ -114,6 +114,25 @@ Object run(CallContext& context, const CheckedCollective& checked) {
   return std::move(out.tensor);
 }
 
+template <class Launch>
+void launch_in(CallContext& context, CallOrder order, const Launch& launch) {
+  context.launch([&] { launch(order.stream()); });
+  order.finish({}, nullptr);
+  context.end();
+}
+
+template <class Launch>
+void launch_unordered(CallContext& context, const Launch& launch) {
+  context.begin_unordered();
+  launch_in(context, CallOrder::unordered(context.order), launch);
+}
+
+template <class Launch>
+void launch_ordered(CallContext& context, const Launch& launch) {
+  context.begin();
+  launch_in(context, CallOrder(context.order, {}), launch);
+}
+
 Object collective(CallContext& context, Collective op, const TensorRef& x,
                   const IntegerRef& num_sms) {
   context.begin();
@@ -142,24 +161,38 @@ Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod meth
 }
 
 void signal_word(CallContext& context, uintptr_t word, int peer) {
-  context.begin_unordered();
-  CallOrder order = CallOrder::unordered(context.order);
-  context.launch([&] {
-    context.engine.signal_word({{}, pointer_of<uint64_t>(word), nullptr, peer}, order.stream());
+  launch_unordered(context, [&](uint64_t stream) {
+    context.engine.signal_word({{}, pointer_of<uint64_t>(word), nullptr, peer}, stream);
   });
-  order.finish({}, nullptr);
-  context.end();
 }
 
 void await_word(CallContext& context, uintptr_t word, uintptr_t count, int peer) {
-  context.begin_unordered();
-  CallOrder order = CallOrder::unordered(context.order);
-  context.launch([&] {
+  launch_unordered(context, [&](uint64_t stream) {
     context.engine.await_word({{}, pointer_of<uint64_t>(word), pointer_of<uint64_t>(count), peer},
-                              order.stream());
+                              stream);
   });
-  order.finish({}, nullptr);
-  context.end();
+}
+
+void begin_matmul(CallContext& context, const MatmulArgs& args, int digest) {
+  launch_ordered(context,
+                 [&](uint64_t stream) { context.engine.begin_matmul(args, digest, stream); });
+}
+
+void push(CallContext& context, const PushArgs& args) {
+  launch_unordered(context, [&](uint64_t stream) { context.engine.push(args, stream); });
+}
+
+void await_push(CallContext& context, const MatmulArgs& args) {
+  launch_unordered(context, [&](uint64_t stream) { context.engine.await_push(args, stream); });
+}
+
+void add_slots(CallContext& context, const AddSlotsArgs& args, Dtype dtype) {
+  launch_unordered(context,
+                   [&](uint64_t stream) { context.engine.add_slots(args, dtype, stream); });
+}
+
+void end_matmul(CallContext& context, const MatmulArgs& args) {
+  launch_ordered(context, [&](uint64_t stream) { context.engine.end_matmul(args, stream); });
 }
 
 }  // namespace deep_comm

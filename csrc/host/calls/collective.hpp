@@ -18,4 +18,12 @@ Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod meth
 void signal_word(CallContext& context, uintptr_t word, int peer);
 void await_word(CallContext& context, uintptr_t word, uintptr_t count, int peer);
 
+// Around matrix products, on the caller's stream; see csrc/device/tp/matmul.cuh. begin and end are calls
+// in the order of all calls, what lies between them is not.
+void begin_matmul(CallContext& context, const MatmulArgs& args, int digest);
+void push(CallContext& context, const PushArgs& args);
+void await_push(CallContext& context, const MatmulArgs& args);
+void add_slots(CallContext& context, const AddSlotsArgs& args, Dtype dtype);
+void end_matmul(CallContext& context, const MatmulArgs& args);
+
 }  // namespace deep_comm

@@ -1,0 +1,121 @@
+"""all_gather, reduce_scatter, all_reduce."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from deep_comm.errors import ArgumentError
+from deep_comm.settings import checks
+from deep_comm.symmetric import SymmetricMemory, SymmetricTensor
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter", "require_memory"]
+
+Method = Literal["auto", "one_shot", "two_shot"]
+_METHODS = {"auto": 0, "one_shot": 1, "two_shot": 2}
+
+
+def require_memory(memory: SymmetricMemory) -> None:
+    if not isinstance(memory, SymmetricMemory):
+        rule = "must be a deep_comm.symmetric.SymmetricMemory"
+        raise ArgumentError("memory", f"a {type(memory).__name__}", rule)
+
+
+def _calls(memory: SymmetricMemory, num_sms: int | None) -> tuple[Any, int]:
+    require_memory(memory)
+    return memory.native_calls, memory.num_sms if num_sms is None else num_sms
+
+
+def all_gather(
+    x: Tensor,
+    memory: SymmetricMemory,
+    *,
+    out: SymmetricTensor | None = None,
+    num_sms: int | None = None,
+) -> Tensor:
+    """Every rank's x, one after the other.
+
+    Args:
+        x: [N, ...] of any dtype, contiguous; the same shape and dtype on all ranks.
+        memory: whose ranks take part. Without ``out`` it stages x.
+        out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines store x straight to the
+            peers' ``out``, between two barriers, and no SM moves data. The result is this memory:
+            the next call with it overwrites it. All ranks give the same ``out``, or none.
+        num_sms: the most SMs to use, the same on all ranks. Default: ``memory.num_sms``.
+
+    Returns:
+        [R * N, ...] of x's dtype.
+
+    Raises:
+        ArgumentError: x or num_sms breaks a rule; on this rank, before anything is launched.
+        BufferTooSmall: ``staging_bytes`` of the memory.
+        ConfigMismatch: a rank has called something else, or with another x. On CUDA devices a later
+            call raises this and the next.
+        PeerTimeout: a rank has not called it.
+    """
+    if out is not None:
+        require_memory(memory)
+        return _gather_by_copies(x, memory, out)
+    calls, sms = _calls(memory, num_sms)
+    gathered: Tensor = calls.all_gather(x, sms)
+    return gathered
+
+
+def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) -> Tensor:
+    checks.tensor(
+        "x", x, memory.device, shape=[None] * max(1, getattr(x, "ndim", 1)), dtypes={out.dtype}
+    )
+    rows, *rest = x.shape
+    if out.shape != (memory.group_size * rows, *rest):
+        rule = f"must be ranks * rows of x by its other extents, x being {list(x.shape)}"
+        raise ArgumentError("out", list(out.shape), rule)
+    own = slice(memory.rank * rows, (memory.rank + 1) * rows)
+    memory.barrier()  # nobody's earlier work reads `out` any more
+    for turn in range(memory.group_size):
+        out.peer((memory.rank + turn) % memory.group_size)[own].copy_(x)
+    memory.barrier()
+    return out.local
+
+
+def reduce_scatter(x: Tensor, memory: SymmetricMemory, *, num_sms: int | None = None) -> Tensor:
+    """This rank's rows of the sum of every rank's x.
+
+    Args:
+        x: [R * N, ...] bf16, fp16 or float32, contiguous; the same shape and dtype on all ranks.
+        memory, num_sms: as of ``all_gather``.
+
+    Returns:
+        [N, ...] of x's dtype: rows rank * N and those after it.
+
+    Raises:
+        ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
+    """
+    calls, sms = _calls(memory, num_sms)
+    scattered: Tensor = calls.reduce_scatter(x, sms)
+    return scattered
+
+
+def all_reduce(
+    x: Tensor, memory: SymmetricMemory, *, method: Method = "auto", num_sms: int | None = None
+) -> Tensor:
+    """The sum of every rank's x.
+
+    Args:
+        x: bf16, fp16 or float32 of any shape, contiguous; the same shape and dtype on all ranks.
+        memory, num_sms: as of ``all_gather``.
+        method: "one_shot": every rank adds everything, for small x. "two_shot": every rank adds a
+            part and loads the others'. "auto" chooses by the size, alike on all ranks. The result
+            has the same bits.
+
+    Returns:
+        A tensor as x.
+
+    Raises:
+        ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
+    """
+    if method not in _METHODS:
+        raise ArgumentError("method", method, f"must be one of {', '.join(_METHODS)}")
+    calls, sms = _calls(memory, num_sms)
+    total: Tensor = calls.all_reduce(x, _METHODS[method], sms)
+    return total

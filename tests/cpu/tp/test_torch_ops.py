@@ -1,0 +1,179 @@
+"""torch.ops.deep_comm.fused_*: torch's schemas, shapes for the compiler, gradients, routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deep_comm import errors, local, processes, tp
+from deep_comm.symmetric import SymmetricMemory
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+OPS = (
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_all_gather_scaled_matmul",
+    "fused_scaled_matmul_reduce_scatter",
+)
+ops = torch.ops.deep_comm
+
+
+def together(fn: Any, num_ranks: int = 2) -> list[Any]:
+    """Ranks are threads of one process: each has a group of its own name."""
+
+    def main(group: Any) -> Any:
+        name = f"rank {group.rank()}"
+        with SymmetricMemory(group, 0, staging_bytes=1 << 14, device="cpu") as memory:
+            tp.register(name, memory)
+            return fn(memory, name)
+
+    return local.run(main, num_ranks, timeout_s=60)
+
+
+def numbers(rank: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-4, 5, shape, generator=generator).double().float()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_schemas_are_torchs(op: str) -> None:
+    own, torchs = (str(getattr(space, op).default._schema) for space in (ops, torch.ops.symm_mem))
+    assert own.removeprefix("deep_comm::") == torchs.removeprefix("symm_mem::")
+
+
+def test_a_group_without_memory_is_named() -> None:
+    with pytest.raises(errors.UnsupportedError, match="'nobody'"):
+        ops.fused_matmul_reduce_scatter(numbers(0, 2, 4), numbers(0, 4, 4), "sum", 0, "nobody")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shapes_and_strides_for_the_compiler_are_those_of_the_results(dim: int) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fn(memory: SymmetricMemory, name: str) -> list[Any]:
+        x, weights = numbers(memory.rank, 2, 4, 6), [numbers(9, 6, 3), numbers(8, 6, 5)]
+        calls = [
+            lambda x, weights: ops.fused_all_gather_matmul(x, weights, dim, name),
+            lambda x, weights: ops.fused_all_gather_matmul(x, weights, dim, name, return_A=False),
+            lambda x, weights: ops.fused_matmul_reduce_scatter(x, weights[0], "sum", dim, name),
+        ]
+        real = [call(x, weights) for call in calls]
+        fake_mode = FakeTensorMode()
+        with fake_mode:
+            fake = [
+                call(fake_mode.from_tensor(x), [fake_mode.from_tensor(each) for each in weights])
+                for call in calls
+            ]
+        layout = lambda results: torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda each: (each.shape, each.stride(), each.dtype), results
+        )
+        return [layout(real), layout(fake)]
+
+    (real, fake), _ = together(fn)
+    assert real == fake
+
+
+def test_gradients_are_those_of_the_whole_computation() -> None:
+    """Sequence parallelism: a product of gathered rows, then one whose sum is scattered."""
+
+    def fn(memory: SymmetricMemory, name: str) -> list[torch.Tensor]:
+        rank = memory.rank
+        x = numbers(rank, 2, 6).requires_grad_()
+        first = [numbers(10 + rank, 6, 4).requires_grad_(), numbers(20 + rank, 6, 4)]
+        first[1].requires_grad_()
+        second = numbers(30 + rank, 4, 6).requires_grad_()
+        gathered, outs = ops.fused_all_gather_matmul(x, first, 0, name)
+        hidden = outs[0] * outs[1]
+        out = ops.fused_matmul_reduce_scatter(hidden, second, "avg", 0, name)
+        loss = (out * numbers(40 + rank, 2, 6)).sum() + (gathered[:2] * (rank + 1)).sum()
+        loss.backward()
+        return [x.grad, first[0].grad, first[1].grad, second.grad]
+
+    results = together(fn)
+    xs = [numbers(rank, 2, 6).requires_grad_() for rank in range(2)]
+    firsts = [
+        [numbers(start + rank, 6, 4).requires_grad_() for start in (10, 20)] for rank in (0, 1)
+    ]
+    seconds = [numbers(30 + rank, 4, 6).requires_grad_() for rank in range(2)]
+    whole = torch.cat(xs)
+    total = sum(
+        ((whole @ a) * (whole @ b)) @ second for (a, b), second in zip(firsts, seconds, strict=True)
+    )
+    loss = sum(
+        ((total / 2).chunk(2)[rank] * numbers(40 + rank, 2, 6)).sum()
+        + (whole[:2] * (rank + 1)).sum()
+        for rank in range(2)
+    )
+    loss.backward()
+    for rank, grads in enumerate(results):
+        wanted = [xs[rank].grad, firsts[rank][0].grad, firsts[rank][1].grad, seconds[rank].grad]
+        for got, right in zip(grads, wanted, strict=True):
+            assert torch.equal(got, right), rank
+
+
+def test_scaled_ops_take_torchs_forms() -> None:
+    fp8 = torch.float8_e4m3fn
+
+    def fn(memory: SymmetricMemory, name: str) -> None:
+        xs = [numbers(rank, 2, 3, 16) for rank in range(2)]
+        scales = [2.0 ** numbers(50 + rank, 2, 3, 1) for rank in range(2)]
+        weight, weight_scale = numbers(7, 16, 8), 2.0 ** numbers(8, 1, 8)
+        whole = torch.cat(xs, 1) * torch.cat(scales, 1)
+        wanted = whole @ (weight * weight_scale)
+        for scale in (scales[memory.rank], torch.cat(scales, 1)):  # sharded, replicated
+            gathered, (out,) = ops.fused_all_gather_scaled_matmul(
+                xs[memory.rank].to(fp8), [weight.to(fp8)], scale, [weight_scale], 1, name,
+                [None], [None], [torch.float32], [True],
+            )  # fmt: skip
+            assert torch.equal(gathered.float(), torch.cat(xs, 1))
+            assert torch.equal(out, wanted)
+        own = [x.flatten(0, 1) * scale.flatten(0, 1) for x, scale in zip(xs, scales, strict=True)]
+        total = sum(part @ (weight * weight_scale) for part in own).view(2, 3, 8)
+        part = ops.fused_scaled_matmul_reduce_scatter(
+            xs[memory.rank].flatten(0, 1).to(fp8), weight.to(fp8),
+            scales[memory.rank].flatten(0, 1), weight_scale, "sum", 0, 0, name, [2, 3, 8],
+            None, None, torch.float32,
+        )  # fmt: skip
+        assert torch.equal(part, total.chunk(2)[memory.rank])
+        with pytest.raises(errors.UnsupportedArgument, match="bias or result_scale"):
+            ops.fused_scaled_matmul_reduce_scatter(
+                xs[0].flatten(0, 1).to(fp8), weight.to(fp8), scales[0].flatten(0, 1),
+                weight_scale, "sum", 0, 0, name, [2, 3, 8], torch.ones(8), None, torch.float32,
+            )  # fmt: skip
+
+    together(fn)
+
+
+def _installed(group: Any) -> str:
+    """A process: torch's ops of the group come here, before and after compilation."""
+    rank, num_ranks = group.rank(), group.size()
+    x, weight = numbers(rank, 2, 6), numbers(9, 6, 4)
+    whole = torch.cat([numbers(each, 2, 6) for each in range(num_ranks)])
+    with SymmetricMemory(group, 0, staging_bytes=1 << 14, device="cpu") as memory:
+        tp.install(group, memory)
+        name = group.group_name
+
+        def call(x: torch.Tensor, weight: torch.Tensor) -> Any:
+            gathered, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight], 0, name)
+            part = torch.ops.symm_mem.fused_matmul_reduce_scatter(out, weight.t(), "sum", 0, name)
+            return gathered, out, part
+
+        for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+            gathered, out, part = run(x, weight)
+            assert torch.equal(gathered, whole) and torch.equal(out, whole @ weight)
+            total = num_ranks * (whole @ weight @ weight.t())
+            assert torch.equal(part, total.chunk(num_ranks)[rank])
+        own = torch.compile(
+            lambda x, weight: ops.fused_all_gather_matmul(x, [weight], 0, name)[1][0],
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        assert torch.equal(own(x, weight), whole @ weight)
+    return "done"
+
+
+def test_torchs_ops_of_an_installed_group_come_here() -> None:
+    assert processes.run(_installed, 2) == ["done"] * 2
