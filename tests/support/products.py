@@ -120,3 +120,151 @@ def random_case(seed: int, max_ranks: int = 4) -> ProductCase:
         for _ in range(choose.choice((1, 2, 4)))
     )
     return ProductCase(num_ranks, products)
+
+
+# ---- on GPUs -------------------------------------------------------------------------------------
+
+METHODS_ON_GPUS = ("unfused", "decomposed", "fused")
+
+
+def device_products(op: str, method: str) -> tuple[Product, ...]:
+    """First calls and later ones, of shapes that divide into tiles and that do not."""
+    shapes = ((128, 64, 40), (384, 200, 520), (128, 64, 40))
+    if method != "fused":
+        shapes = (*shapes, (3, 40, 24))
+    return tuple(
+        Product(op, method, *shape, dtype, is_n_major)
+        for shape in shapes
+        for dtype, is_n_major in ((torch.bfloat16, True), (torch.float16, False))
+    )
+
+
+def _memory_on(group: Any, index: int, timeout_s: float = 30) -> SymmetricMemory:
+    device = torch.device("cuda", index)
+    return SymmetricMemory(group, 0, staging_bytes=8 << 20, device=device, timeout_s=timeout_s)
+
+
+def bits_of_fused(group: Any, op: str, index: int) -> str:
+    """Values of any size: the order of sums shows. The product alone runs on what was gathered."""
+    from deep_comm.tp import product as alone
+
+    with _memory_on(group, index) as memory:
+        ranks, rank, device = memory.group_size, memory.rank, memory.device
+        rows, depth, columns = 256, 520, 648
+        of = lambda seed, *shape: (
+            torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+        )
+
+        def multiply(x: Tensor, weight: Tensor) -> Tensor:
+            out = x.new_empty((x.shape[0], weight.shape[1]))
+            alone.product(x, weight, alone.CONFIGS[0], out=out, num_programs=16)
+            return out
+
+        for number in range(3):
+            if op == "all_gather_matmul":
+                shards = [of(10 * number + each, rows, depth) for each in range(ranks)]
+                weight = of(100 + rank, depth, columns)
+                _, (got,) = tp.all_gather_matmul(shards[rank], weight, memory, method="fused")
+                wanted = multiply(torch.cat(shards), weight)
+            else:
+                xs = [of(10 * number + each, ranks * rows, depth) for each in range(ranks)]
+                weights = [of(100 + each, depth, columns) for each in range(ranks)]
+                got = tp.matmul_reduce_scatter(xs[rank], weights[rank], memory, method="fused")
+                total = torch.zeros((ranks * rows, columns), device=device)
+                for x, weight in zip(xs, weights, strict=True):
+                    total += multiply(x, weight).float()
+                wanted = total.bfloat16().chunk(ranks)[rank]
+            torch.cuda.synchronize()
+            if not torch.equal(got.view(torch.int16), wanted.view(torch.int16)):
+                return f"run {number}: {int((got != wanted).sum())} elements differ"
+    return ""
+
+
+def replayed(group: Any, op: str, method: str, index: int, replays: int) -> str:
+    """A graph of three calls, replayed between eager calls, with another x each time."""
+    product = Product(op, method, 128, 64, 40)
+    with _memory_on(group, index) as memory:
+        ranks, rank, device = memory.group_size, memory.rank, memory.device
+        rows = product.rows * (1 if op == "all_gather_matmul" else ranks)
+        x = torch.zeros((rows, product.depth), dtype=torch.bfloat16, device=device)
+        weight = torch.zeros((product.depth, product.columns), dtype=x.dtype, device=device)
+        weight[0].fill_(1)  # a product is the first column of x
+        total = torch.zeros((), dtype=torch.float64, device=device)
+
+        def step() -> Tensor:
+            x.add_(1)
+            return make(product, x, weight, memory)
+
+        step()
+        torch.cuda.synchronize()
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [step() for _ in range(3)]
+        x.fill_(rank)
+        group.barrier()
+        value = 0
+        for number in range(replays):
+            graph.replay()
+            outs_now = [*outs, step()] if number % 3 == 0 else outs
+            total.zero_()
+            for out in outs_now:
+                total += out[:, -1].double().sum()
+            wanted = 0.0
+            for _ in outs_now:
+                value += 1
+                of = [each + value for each in range(ranks)]
+                whole = sum(of) * product.rows
+                wanted += (
+                    whole
+                    if op == "all_gather_matmul"
+                    else sum(of) * (product.rows * (ranks if op == "matmul_all_reduce" else 1))
+                )
+            if total.item() != wanted:
+                return f"replay {number}: {total.item()}, expected {wanted}"
+            if value > 20:  # sums of eight ranks stay exact
+                value = 0
+                x.fill_(rank)
+        memory.check()
+    return ""
+
+
+def late_and_absent(group: Any, method: str, index: int) -> str:
+    """A rank that comes late is waited for. One that does not come is named, soon; then reset."""
+    import time
+
+    from deep_comm import errors
+
+    with _memory_on(group, index, timeout_s=4) as memory:
+        x = torch.ones((256, 64), dtype=torch.bfloat16, device=memory.device)
+        weight = torch.eye(64, dtype=x.dtype, device=memory.device)
+
+        def call() -> bool:
+            gathered, (out,) = tp.all_gather_matmul(x, weight, memory, method=method)  # type: ignore[arg-type]
+            part = tp.matmul_reduce_scatter(x, weight, memory, method=method)  # type: ignore[arg-type]
+            torch.cuda.synchronize()
+            memory.check()
+            return bool((out == 1).all() and (part == memory.group_size).all())
+
+        if not call():
+            return "the first call is wrong"
+        group.barrier()
+        if memory.rank == 1:
+            time.sleep(1)
+        if not call():
+            return "a late rank's rows are wrong"
+        group.barrier()
+        if memory.rank == 0:
+            began = time.perf_counter()
+            try:
+                call()
+                return "nobody missed rank 1"
+            except errors.PeerTimeout as error:
+                if error.peer != 1:
+                    return f"rank {error.peer} was named"
+            took = time.perf_counter() - began
+            if took > 10:
+                return f"it took {took:.1f} s"
+        group.barrier()
+        memory.reset()
+        return "" if call() else "wrong after reset"
