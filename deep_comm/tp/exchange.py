@@ -51,6 +51,7 @@ class Exchange:
             (self.num_ranks, WORDS_OF_RANK), dtype=torch.int32, device=self.device
         )
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._is_beside = False  # something has been launched there since begin
         calls = memory.native_calls
         self._begin, self._end = calls.begin_matmul, calls.end_matmul
         self._push, self._await_push = calls.push, calls.await_push
@@ -101,6 +102,7 @@ class Exchange:
             yield
             return
         self._side.wait_stream(torch.cuda.current_stream(self.device))
+        self._is_beside = True
         with torch.cuda.stream(self._side):
             yield
 
@@ -133,6 +135,7 @@ class Exchange:
 
     def end(self) -> None:
         """After it, on the current stream, all pushes of this rank have left."""
-        if self._side is not None:
+        if self._side is not None and self._is_beside:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
+            self._is_beside = False
         self._end(self._addresses[2])
