@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_comm import tuning
 from deep_comm._version import __version__
 from deep_comm.backends.foreign import bytes_at
 from deep_comm.context import Context, release_at_exit
@@ -56,6 +57,7 @@ class SymmetricMemory:
         num_bytes, staging_bytes, timeout_s: as given.
         progress: int64 words of the products of ``deep_comm.tp``: for each of 8 ranks
             ``WORDS_OF_RANK``, then a sequence, then a fault.
+        tuned_products: which methods of ``deep_comm.tp`` were the fastest here.
 
     Examples:
         >>> with deep_comm.symmetric.SymmetricMemory(group, 1 << 20, device="cpu") as memory:
@@ -144,6 +146,10 @@ class SymmetricMemory:
             self._context, begin + 2 * staging, (_NUM_PROGRESS,), torch.int64
         )
         self.timeout_s = settings.timeout_s
+        # One rank's for all, as in Context.
+        self.tuned_products = self._context.rendezvous.all_gather_result(
+            "read what was tuned", lambda: tuning.read_products(self.device, self.group_size)
+        )[0]
         self._word_calls = calls.signal_word, calls.await_word
         self._bases = torch.tensor(self._context.heap.peer_bases, device=self.device)
 

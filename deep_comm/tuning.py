@@ -156,6 +156,13 @@ def read_decode_tokens(device: torch.device, num_ranks: int) -> list[Entry]:
     return _read(device, num_ranks, "layers", _decode_tokens_of)
 
 
+def read_products(device: torch.device, num_ranks: int) -> list[Entry]:
+    """The fastest methods of deep_comm.tp's products (op, rows of a rank, depth, columns, dtype,
+    method); else as read().
+    """
+    return _read(device, num_ranks, "products", _product_of)
+
+
 def _read(
     device: torch.device, num_ranks: int, section: str, check: Callable[[Entry], object]
 ) -> list[Entry]:
@@ -192,6 +199,42 @@ def store_decode_tokens(path: Path, key: str, entry: Entry) -> None:
         machine["layers"] = [*others, dict(entry)]
 
     _update(path, key, update)
+
+
+def store_products(path: Path, key: str, entries: Sequence[Entry]) -> None:
+    """Replace what ``path`` says of one machine's products of these shapes; all else stays."""
+    shapes = {_product_of(entry) for entry in entries}
+
+    def update(machine: dict[str, Any]) -> None:
+        known = machine.get("products", [])
+        others = [other for other in known if _product_of(other) not in shapes]
+        machine["products"] = [*others, *map(dict, entries)]
+
+    _update(path, key, update)
+
+
+def _product_of(entry: Entry) -> tuple[str, str, int, int, int]:
+    extents = (int(entry["rows"]), int(entry["depth"]), int(entry["columns"]))
+    if min(extents) < 1 or not isinstance(entry["method"], str):
+        raise ValueError(f"product {dict(entry)}")
+    return (str(entry["op"]), str(entry["dtype"]), *extents)
+
+
+def product_method(
+    entries: Sequence[Entry], op: str, dtype: torch.dtype, extents: tuple[int, int, int]
+) -> str | None:
+    """Of the measured product most like this one (rows of a rank, depth, columns); None if none is
+    like it in every extent.
+    """
+    best: tuple[float, str] | None = None
+    for entry in entries:
+        found, name, *measured = _product_of(entry)
+        if found != op or f"torch.{name}" != str(dtype) or min(extents) < 1:
+            continue
+        far = [abs(math.log(there / here)) for there, here in zip(measured, extents, strict=True)]
+        if max(far) <= math.log(_NEAR) and (best is None or sum(far) < best[0]):
+            best = sum(far), str(entry["method"])
+    return None if best is None else best[1]
 
 
 def _update(path: Path, key: str, update: Callable[[dict[str, Any]], None]) -> None:

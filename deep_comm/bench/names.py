@@ -38,6 +38,21 @@ LAYOUTS = {
 }
 
 
+# Of tensor parallelism: operation, K and N of all ranks together, in words.
+PRODUCTS = {
+    "up": ("all_gather_matmul", 8192, 28672, "70B, the MLP's first product"),
+    "qkv": ("all_gather_matmul", 8192, 10240, "70B, queries, keys and values"),
+    "o_proj": ("matmul_reduce_scatter", 16384, 7168, "DeepSeek-V3, the attention's output"),
+    "down": ("matmul_reduce_scatter", 28672, 8192, "70B, the MLP's second product"),
+    "down ar": ("matmul_all_reduce", 28672, 8192, "the same, summed on every rank"),
+}
+TP_COLLECTIVES = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-reduce": "all_reduce",
+}
+
+
 @dataclass(frozen=True)
 class Effort:
     num_warmup: int

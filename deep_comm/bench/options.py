@@ -1,8 +1,8 @@
 """The command line: one table of options, with defaults by mode and device.
 
 The options are those of "normal" mode (``--mode direct,ring``, the default), "nodes" (``--mode
-nodes``), "low-latency" or "layer". One that a mode does not have is refused, and so is a value that
-cannot work, before torch is imported or a process started.
+nodes``), "low-latency", "layer" or "tp". One that a mode does not have is refused, and so is a
+value that cannot work, before torch is imported or a process started.
 """
 
 from __future__ import annotations
@@ -59,20 +59,25 @@ def listed(*allowed: str, alone: Sequence[str] = ()) -> Callable[[str], tuple[st
     return parse
 
 
+def sizes(text: str) -> tuple[float, ...]:
+    return tuple(above_zero(it) for it in text.split(","))
+
+
 def threshold(text: str) -> int:
     return THRESHOLDS[text] if text in THRESHOLDS else positive(text)
 
 
-N, B, L, E = "normal", "nodes", "low-latency", "layer"
-_CALLS, _ALL = (N, B, L), (N, B, L, E)
+N, B, L, E, T = "normal", "nodes", "low-latency", "layer", "tp"
+_CALLS, _EXPERTS, _ALL = (N, B, L), (N, B, L, E), (N, B, L, E, T)
 
 # Flag, modes that have it, type (a tuple: choices; bool: a switch), help.
 _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
-    ("--mode", (N,), listed("direct", "ring", alone=(B, L, E)), "direct, ring; or one of nodes, "
-     "low-latency, layer (`--mode layer --help`)"),
+    ("--mode", (N,), listed("direct", "ring", alone=(B, L, E, T)), "direct, ring; or one of "
+     "nodes, low-latency, layer, tp (`--mode layer --help`)"),
     ("--mode", (B,), listed("nodes", "direct", "ring"), "nodes; direct, ring: one tier too"),
     ("--mode", (L,), listed(L), "low-latency"),
     ("--mode", (E,), listed(E), "layer"),
+    ("--mode", (T,), listed(T), "tp: tensor parallelism"),
     ("--device", _ALL, ("cpu", "cuda"), "default: cuda with two or more GPUs, else cpu"),
     ("--ranks", _ALL, positive, "processes to start, without torchrun (default: 4, or one "
      "per GPU)"),
@@ -80,16 +85,21 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
     ("--tokens", (N, B), numbers(*TOKEN_SWEEP[7:]), "per rank, or 'sweep'"),
     ("--tokens", (L,), numbers(*TOKEN_SWEEP[:10]), "per rank, or 'sweep'"),
     ("--tokens", (E,), numbers(*TOKEN_SWEEP), "per rank, or 'sweep'"),
+    ("--tokens", (T,), numbers(1024, 2048, 4096, 8192, 16384), "rows of a product, of all ranks "
+     "together, or 'sweep'"),
+    ("--mb", (T,), sizes, "MB (10^6 bytes) of what a collective gathers or adds"),
+    ("--divide", (T,), positive, "divides the extents of all weights and rows' columns"),
     ("--max-tokens", (L,), positive, "the most that a rank may have (default: --tokens)"),
-    ("--hidden", _ALL, positive, "columns of a row (elements)"),
-    ("--experts", _ALL, positive, "experts of all ranks together"),
-    ("--topk", _ALL, positive, "experts per token"),
+    ("--hidden", _EXPERTS, positive, "columns of a row (elements)"),
+    ("--experts", _EXPERTS, positive, "experts of all ranks together"),
+    ("--topk", _EXPERTS, positive, "experts per token"),
     ("--dtype", (N, B), listed("bf16", "fp8"), "dispatched rows: bf16, fp8"),
     ("--dtype", (L,), listed("fp8", "bf16", "nvfp4"), "what dispatch sends: fp8, bf16, nvfp4"),
     ("--combine", (L,), listed("bf16", "logfmt"), "what combine sends: bf16, logfmt"),
     ("--routing", (N, B), listed(*words.ROUTINGS), ", ".join(words.ROUTINGS)),
     ("--layout", (L,), listed(*words.LAYOUTS), ", ".join(words.LAYOUTS)),
     ("--execution", _CALLS, listed("eager", "graph"), "eager, graph; without GPUs only eager"),
+    ("--sms", (T,), numbers(None, 8, 16, 32, auto=None), "of a collective; 'auto': the default"),
     ("--sms", (N, B), numbers(None, *SM_SWEEP, auto=None), "of a call; 'auto': the default"),
     ("--send", (N, B), numbers(4, 8, 16), "rows that a ring publishes together"),
     ("--slots", (N, B), numbers(64, 128, 256), "slots of a ring"),
@@ -100,13 +110,15 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
     ("--gb-per-s", (N, B), above_zero, "GB/s of a rail, which the software NIC keeps to"),
     ("--ops", (N, B), listed(*words.MEANINGS), "operations to measure"),
     ("--ops", (L,), listed(*words.LOW_LATENCY_NAMES), "operations to measure"),
-    ("--no-rivals", (N, L), bool, "omit the collectives of torch.distributed"),
+    ("--ops", (T,), listed(*words.PRODUCTS, *words.TP_COLLECTIVES), "what to measure"),
+    ("--no-rivals", (N, L, T), bool, "omit the collectives of torch.distributed"),
     ("--decode-tokens", (E,), threshold, "where auto ends decode: a number, 'default' (as layers), "
                                          "'measured' (now)"),
     ("--max-decode-gb", (E,), above_zero, "GB of a decode call that 'measured' may ask for "
                                      "(default: an eighth of the GPU's; host: 4)"),
     ("--store", (E,), bool, "make the measured threshold the default of layers on this machine"),
-    ("--warmup", _CALLS, at_least(0), "calls before timing"),
+    ("--store", (T,), bool, "let method=\"auto\" take what was the fastest on this machine"),
+    ("--warmup", (*_CALLS, T), at_least(0), "calls before timing"),
     ("--iterations", _ALL, positive, "calls, or graphs, per round"),
     ("--rounds", _ALL, positive, "rounds; the median counts"),
     ("--flush-l2", (N, B), bool, "time single calls with a cold L2 cache"),
@@ -138,6 +150,8 @@ DEFAULTS = {
     E: {"tokens": "1,2,4,8,16,32,64|sweep", "hidden": "256|7168", "experts": "16|256",
         "decode_tokens": "8|default", "iterations": "3|30", "budget_s": "300|50",
         "size_deadline_s": "120|20", "deadline_s": "600"},
+    T: {"tokens": "64|1024,4096,8192", "mb": "0.1|1,16,256", "divide": "128|1", "ops": "all",
+        "sms": "auto", "iterations": "3|10"},
 }  # fmt: skip
 QUICK = {
     N: {"rounds": "3", "deadline_s": "180"},
@@ -147,11 +161,12 @@ QUICK = {
 
 
 def _family(mode: str) -> str:
-    return next((it for it in (B, L, E) if it in mode.split(",")), N)
+    return next((it for it in (B, L, E, T) if it in mode.split(",")), N)
 
 
 def _parser(family: str, defaults: dict[str, str]) -> argparse.ArgumentParser:
-    about = words.LAYOUTS if family == L else {} if family == E else words.MEANINGS
+    products = {name: f"{op}, {text}" for name, (op, _, _, text) in words.PRODUCTS.items()}
+    about = {L: words.LAYOUTS, E: {}, T: products}.get(family, words.MEANINGS)
     more = "; ".join(f"{name}: {meaning}" for name, meaning in about.items())
     parser = command_line.parser(
         "bench",
@@ -219,7 +234,7 @@ def parse(arguments: Sequence[str], command: str = "") -> Options:
     num_calls, num_rounds = options.iterations, options.rounds
     num_singles = num_calls * (1 if family == E else 5 * num_rounds if family == L else num_rounds)
     num_host_calls = (
-        {L: 200, E: 50}.get(family, 64) if options.on_gpu and not options.flush_l2 else 0
+        {L: 200, E: 50, T: 0}.get(family, 64) if options.on_gpu and not options.flush_l2 else 0
     )
     options.effort = Effort(
         2 if options.warmup is None else options.warmup, num_calls, num_rounds, num_singles,
@@ -248,6 +263,8 @@ def _filled(
 
 def _problem(options: Options) -> str:
     """What no machine can do; "" if there is nothing."""
+    if options.family == T:
+        return ""
     most = max(options.tokens)
     if not options.on_gpu and options.execution not in (None, ("eager",)):
         return "--execution: the host target has no graphs"

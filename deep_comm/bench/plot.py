@@ -33,7 +33,10 @@ DARK = {INK: "#f0f6fc", DIM: "#9198a1", GRID: "#30363d", PAGE: "#0d1117", BLUE: 
         ORANGE: "#ffa657", PURPLE: "#d2a8ff", GREEN: "#56d364", GREY: "#8b949e",
         PINK: "#f778ba"}  # fmt: skip
 COLOURS = {"direct": BLUE, "ring": ORANGE, "two-tier": PURPLE, "compact": BLUE, "packed": ORANGE,
-           "packed-late": PURPLE, "decode": BLUE, "prefill": ORANGE, "auto": GREEN}  # fmt: skip
+           "packed-late": PURPLE, "decode": BLUE, "prefill": ORANGE, "auto": GREEN,
+           "fused": BLUE, "decomposed": ORANGE, "unfused": PURPLE, "kernel": BLUE,
+           "copy engines": ORANGE, "one_shot": BLUE, "two_shot": ORANGE,
+           "cuBLAS + NCCL": GREY, "NCCL": GREY}  # fmt: skip
 MARKERS = {"": "o", "bf16": "o", "fp8": "s", "nvfp4": "^", "bf16, logfmt": "D", "fp8, logfmt": "v",
            "nvfp4, logfmt": "X"}  # fmt: skip
 DASHES = {"": "-", "eager": "-", "graph": "--", "eager, hooked": ":", "graph, hooked": "-."}
@@ -97,6 +100,8 @@ def read(text: str) -> Picture:
 def picture_of(document: dict[str, Any]) -> Picture:
     if "decode_tokens" in document:
         return _layer(document)
+    if "tensor_parallel" in document:
+        return _tensor_parallel(document)
     return _calls(document, "low_latency" if "low_latency" in document else "normal")
 
 
@@ -210,6 +215,39 @@ def _layer(document: dict[str, Any]) -> Picture:
     if document["left_out"]:
         notes += f" Time was up before {', '.join(map(str, document['left_out']))} tokens."
     return Picture(title, _origin(document), "tokens per rank", columns, notes)
+
+
+def _tensor_parallel(document: dict[str, Any]) -> Picture:
+    lines = document["tensor_parallel"]
+    if not lines:
+        raise ValueError("it has no lines")
+    names = list(dict.fromkeys(line["name"] for line in lines))[:MOST_OPERATIONS]
+    columns = []
+    for name in names:
+        of_name = [line for line in lines if line["name"] == name]
+        times, rates = [], []
+        for who in dict.fromkeys(line["who"] for line in of_name):
+            own = [line for line in of_name if line["who"] == who]
+            times.append(Series(who, tuple((line["rows"], line["mean_us"]) for line in own)))
+            rates.append(
+                Series(who, tuple((line["rows"], _rate_of(line) / line["mean_us"]) for line in own))
+            )
+        unit = "TFLOP/s" if of_name[0]["depth"] else "GB/s of the tensor"
+        columns.append([Panel(name, "µs", times), Panel("", unit, rates, is_log=False)])
+    firsts = {name: next(line for line in lines if line["name"] == name) for name in names}
+    sizes = ", ".join(
+        f"{name}: {line['columns']} columns" + (f", depth {line['depth']}" if line["depth"] else "")
+        for name, line in firsts.items()
+    )
+    title = "tensor parallelism, bf16"
+    return Picture(title, _origin(document), "rows of all ranks", columns, f"Per rank: {sizes}.")
+
+
+def _rate_of(line: dict[str, Any]) -> float:
+    """Of a microsecond."""
+    if line["depth"]:
+        return 2e-6 * line["rows"] * line["depth"] * line["columns"]
+    return 2e-3 * line["rows"] * line["columns"]
 
 
 # ---- from a picture to a file --------------------------------------------------------------------

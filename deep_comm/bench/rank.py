@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_comm.bench import layer
+from deep_comm.bench import layer, tensor_parallel
 from deep_comm.bench.options import Options
 from deep_comm.bench.runner import Runner
 
@@ -27,6 +27,7 @@ def run_rank(_group: Any, options: Options) -> Any:
         if options.on_gpu:
             # NVLink multicast stays off unless the user asks for it.
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
 
@@ -34,7 +35,7 @@ def run_rank(_group: Any, options: Options) -> Any:
             if rank == 0:
                 print(text, flush=True)
 
-        make = layer.Runner if options.family == "layer" else Runner
-        return make(options, device, say).run()
+        makers: dict[str, Any] = {"layer": layer.Runner, "tp": tensor_parallel.Runner}
+        return makers.get(options.family, Runner)(options, device, say).run()
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -9,7 +9,8 @@ Three ways, ``method``:
                 become ready; CUDA devices of sm_90
 ==============  ==============================================================================
 
-"auto" takes what ``deep_comm.tp.tune`` has measured for such a product, else "unfused".
+"auto" takes the fastest of a product like it, as ``deep_comm bench --mode tp --store`` has measured
+on this machine; where none was, "unfused".
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from deep_comm import tuning
 from deep_comm.errors import ArgumentError
 from deep_comm.symmetric import WORDS_OF_RANK, SymmetricMemory
 from deep_comm.tp.collectives import all_gather, all_reduce, reduce_scatter, require_memory
@@ -190,10 +192,9 @@ def _method(
         _require("method", name, rule == "", rule)
     if name != "auto":
         return name
-    from deep_comm.tp import tuning
-
-    chosen = tuning.choice(memory, op, rows, x, [weight.matrix for weight in weights])
-    return "unfused" if chosen == "fused" and rule else chosen
+    columns = sum(weight.matrix.shape[1] for weight in weights)
+    chosen = tuning.product_method(memory.tuned_products, op, x.dtype, (rows, x.shape[1], columns))
+    return "unfused" if chosen is None or (chosen == "fused" and rule) else chosen
 
 
 def all_gather_matmul(

@@ -243,6 +243,36 @@ def test_bad_arguments_are_refused(
     assert any(flag in said for flag in arguments if flag.startswith("--")), said
 
 
+def test_mode_tp_measures_products_and_collectives_and_stores_the_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, stored = tmp_path / "tp.json", tmp_path / "tune.json"
+    stored.write_text('{"version": 1, "machines": {}}')
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(stored))
+    output = run(
+        [*BENCH, "--mode", "tp", "--ranks", "2", *SHORT, "--divide", "512", "--tokens", "8,16",
+         "--mb", "0.001", "--store", "--json", str(file)],
+        tmp_path,
+    )  # fmt: skip
+    assert "10 choices stored in" in output and "25 lines, 0 wrong" in output
+    lines = json.loads(file.read_text())["tensor_parallel"]
+    assert {(line["name"], line["who"]) for line in lines} == {
+        *((name, way) for name in names.PRODUCTS for way in ("unfused", "decomposed")),
+        ("all-gather", "kernel"), ("all-gather", "copy engines"), ("reduce-scatter", "kernel"),
+        ("all-reduce", "one_shot"), ("all-reduce", "two_shot"),
+    }  # fmt: skip
+    (machine,) = json.loads(stored.read_text())["machines"].values()
+    fastest = {
+        (line["op"], line["depth"], line["columns"], line["rows"] // 2): line["who"]
+        for line in sorted(lines, key=lambda line: -line["mean_us"])
+        if line["depth"]
+    }
+    assert {
+        (it["op"], it["depth"], it["columns"], it["rows"]): it["method"]
+        for it in machine["products"]
+    } == fastest
+
+
 def test_a_mode_that_does_not_exist_is_told_all_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

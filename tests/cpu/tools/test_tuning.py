@@ -300,3 +300,56 @@ def test_layers_agree_on_a_threshold_although_files_differ(monkeypatch: pytest.M
     monkeypatch.setattr(tuning, "decode_tokens", lambda *args: next(numbers))
     chosen = local.run(_threshold, 3, timeout_s=60)
     assert len(set(chosen)) == 1 and chosen[0] in (21, 22, 23)
+
+
+def product_entry(op: str, rows: int, columns: int, method: str) -> dict[str, Any]:
+    return {"op": op, "rows": rows, "depth": 64, "columns": columns, "dtype": "float32",
+            "method": method, "mean_us": 1.0}  # fmt: skip
+
+
+def test_products_take_the_method_that_was_measured_for_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tune.json"
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    key = tuning.machine_key(CPU, 4)
+    gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
+    first = [product_entry(gather, 8, 64, "fused"), product_entry(gather, 16, 64, "unfused")]
+    tuning.store_products(path, key, [*first, product_entry(scatter, 8, 64, "unfused")])
+    tuning.store_products(path, key, [product_entry(gather, 8, 64, "decomposed")])
+    entries = tuning.read_products(CPU, 4)
+    assert len(entries) == 3  # of one shape, the last
+    method = lambda op, *extents: tuning.product_method(entries, op, torch.float32, extents)
+    assert method(gather, 8, 64, 64) == "decomposed"
+    assert method(gather, 10, 60, 70) == "decomposed"
+    assert method(gather, 14, 64, 64) == "unfused"
+    assert method(scatter, 9, 64, 64) == "unfused"
+    for unlike in ((gather, 30, 64, 64), (gather, 8, 128, 64), (gather, 0, 64, 64)):
+        assert method(*unlike) is None
+    assert tuning.product_method(entries, gather, torch.bfloat16, (8, 64, 64)) is None
+    path.write_text(path.read_text().replace('"rows": 16', '"rows": 0'))
+    with pytest.raises(ArgumentError, match="DEEP_COMM_TUNE_FILE"):
+        tuning.read_products(CPU, 4)
+
+
+def test_auto_follows_what_the_bench_has_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deep_comm import tp
+    from deep_comm.symmetric import SymmetricMemory
+
+    path = tmp_path / "tune.json"
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    entry = product_entry("all_gather_matmul", 4, 8, "decomposed")
+    tuning.store_products(path, tuning.machine_key(CPU, 2), [entry])
+
+    def products(group: Any) -> list[int]:
+        """How many of them went beside their collective."""
+        with SymmetricMemory(group, 0, staging_bytes=1 << 17, device="cpu") as memory:
+            counts = []
+            for rows in (4, 400):
+                tp.all_gather_matmul(torch.ones(rows, 64), torch.ones(64, 8), memory)
+                counts.append(int(memory.progress.local[-2]))
+            return counts
+
+    assert local.run(products, 2, timeout_s=60) == [[1, 1]] * 2
