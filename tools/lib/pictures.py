@@ -142,6 +142,38 @@ def low_latency() -> Drawing:
     return it
 
 
+def overlap() -> Drawing:
+    it = Drawing(820, 330, "Products beside their collective, on rank 0 of 4, over time")
+    it.arrow([(130, 306), (800, 306)])
+    it.text(800, 323, "time", look="dim small", at="end")
+
+    def row(y: float, words: str, blocks: list[tuple[float, float, str, str]]) -> None:
+        it.text(120, y + 20, words, look="dim", at="end")
+        for x, width, colour, name in blocks:
+            it.box(x, y, width, 30, colour, name, look="ink small")
+
+    it.text(20, 28, "all_gather_matmul: copy engines push this rank's rows, with which the "
+            "product begins", look="ink bold")  # fmt: skip
+    row(40, "copy engines", [(150, 72, "blue", "to rank 1"), (224, 72, "blue", "to rank 2"),
+                             (298, 72, "blue", "to rank 3")])  # fmt: skip
+    row(76, "links, in", [(150, 72, "green", "of rank 3"), (224, 72, "orange", "of rank 2"),
+                          (298, 72, "purple", "of rank 1")])  # fmt: skip
+    row(112, "product", [(150, 140, "blue", "own rows"), (292, 140, "green", "rows of rank 3"),
+                         (434, 140, "orange", "rows of rank 2"),
+                         (576, 140, "purple", "rows of rank 1")])  # fmt: skip
+    it.text(20, 178, "matmul_reduce_scatter: tiles are stored to the rank that adds them; "
+            "its own come last", look="ink bold")  # fmt: skip
+    row(190, "product", [(150, 140, "green", "rows for rank 1"),
+                         (292, 140, "orange", "rows for rank 2"),
+                         (434, 140, "purple", "rows for rank 3"),
+                         (576, 140, "blue", "own rows, added")])  # fmt: skip
+    row(226, "links, out", [(172, 140, "green", "tiles"), (314, 140, "orange", "tiles"),
+                            (456, 140, "purple", "tiles")])  # fmt: skip
+    it.text(150, 280, "A tile waits for its rows alone. Lengths are not to scale.",
+            look="dim small")  # fmt: skip
+    return it
+
+
 def two_tiers() -> Drawing:
     it = Drawing(820, 374, "The way of one token between two nodes")
 
@@ -274,6 +306,7 @@ PICTURES = {
     "dispatch-combine.svg": dispatch_combine,
     "expert-major.svg": expert_major,
     "low-latency.svg": low_latency,
+    "overlap.svg": overlap,
     "times.svg": times,
     "two-tiers.svg": two_tiers,
 }
