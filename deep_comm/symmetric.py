@@ -32,7 +32,7 @@ _WORD = 8
 _MOST_RANKS = 8
 WORDS_OF_RANK = 64
 """Of ``SymmetricMemory.progress``, for each rank."""
-_NUM_PROGRESS = _MOST_RANKS * WORDS_OF_RANK + 2
+_NUM_PROGRESS = 2 * _MOST_RANKS * WORDS_OF_RANK + 2
 
 
 def _whole_lines(num_bytes: int) -> int:
@@ -56,7 +56,7 @@ class SymmetricMemory:
         num_sms: the most SMs that a collective uses unless it is told another number.
         num_bytes, staging_bytes, timeout_s: as given.
         progress: int64 words of the products of ``deep_comm.tp``: for each of 8 ranks
-            ``WORDS_OF_RANK``, then a sequence, then a fault.
+            ``WORDS_OF_RANK``, as many for counters, a sequence, a fault.
         tuned_products: which methods of ``deep_comm.tp`` were the fastest here.
 
     Examples:
@@ -266,12 +266,13 @@ class SymmetricTensor:
     Attributes:
         local: this rank's, contiguous.
         shape, dtype: of each rank's.
+        offset: bytes from the start of a rank's memory, see ``SymmetricMemory.bases``.
     """
 
     def __init__(
         self, context: Context, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        self._context, self._offset = context, offset
+        self._context, self.offset = context, offset
         self.shape, self.dtype = shape, dtype
         self.local = self.peer(context.rank)
 
@@ -281,7 +282,7 @@ class SymmetricTensor:
         context.require_open()
         integers.require("rank", rank, 0, context.num_ranks - 1)
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        address = context.heap.peer_bases[rank] + self._offset
+        address = context.heap.peer_bases[rank] + self.offset
         owner = context.heap.memory() if rank == context.rank else context.heap
         memory = bytes_at(address, num_bytes, context.device, owner)
         return memory.view(self.dtype).view(self.shape)

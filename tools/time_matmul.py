@@ -160,19 +160,20 @@ def check_absent_chunk(config: tp.ProductConfig, num_programs: int) -> str:
     return "" if took < 2 * TIMEOUT_NS / 1e9 else f"it took {took:.1f} s"
 
 
-def scattering(
-    rank: int, slots: list[torch.Tensor], words: list[torch.Tensor], sequence: int
-) -> tp.Scattered:
-    """slots [R, S, N], words [R, 64] of each rank, all on this GPU."""
-    addresses = lambda parts: torch.tensor([part.data_ptr() for part in parts], device="cuda")
+def scattering(rank: int, segments: list[torch.Tensor], shard: int, columns: int) -> tp.Scattered:
+    """segments: bytes of each rank, on this GPU: words [R, 64], then slots [R, shard, columns]."""
+    num_ranks, own = len(segments), segments[rank]
+    num_words = 64 * num_ranks
+    words = own[: 8 * num_words].view(torch.int64).view(num_ranks, 64)
     return tp.Scattered(
-        slots=addresses([of_peer[rank] for of_peer in slots]),
-        own_slots=slots[rank],
-        peer_words=addresses([of_peer[rank] for of_peer in words]),
-        own_words=words[rank],
-        counters=torch.zeros_like(words[rank], dtype=torch.int32),
+        bases=torch.tensor([segment.data_ptr() for segment in segments], device="cuda"),
+        slot_offset=8 * num_words + 2 * rank * shard * columns,
+        own_slots=own[8 * num_words :].view(torch.bfloat16).view(num_ranks, shard, columns),
+        words_offset=8 * 64 * rank,
+        own_words=words,
+        counters=torch.zeros_like(words, dtype=torch.int32),
         rank=rank,
-        waits=waits(sequence),
+        waits=waits(0),
     )
 
 
@@ -181,9 +182,11 @@ def check_scattered(config: tp.ProductConfig, num_programs: int) -> str:
     for num_ranks, shard, n, k in ((1, 256, 320, 512), (2, 1280, 1040, 520), (3, 384, 1536, 1024)):
         inputs = [operands(num_ranks * shard, n, k)[:2] for _ in range(num_ranks)]
         like = inputs[0][0].new_empty
-        slots = [like(num_ranks, shard, n).fill_(float("nan")) for _ in inputs]
-        words = [torch.zeros((num_ranks, 64), dtype=torch.int64, device="cuda") for _ in inputs]
-        places = [scattering(rank, slots, words, 0) for rank in range(num_ranks)]
+        num_bytes = num_ranks * (8 * 64 + 2 * shard * n)
+        segments = [torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in inputs]
+        places = [scattering(rank, segments, shard, n) for rank in range(num_ranks)]
+        for place in places:
+            place.own_slots.fill_(float("nan"))
         streams = [torch.cuda.Stream() for _ in inputs]
         parts = []
         for x, weight in inputs:

@@ -9,13 +9,12 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deep_comm.errors import BufferTooSmall
-from deep_comm.symmetric import WORDS_OF_RANK, SymmetricMemory, SymmetricTensor
+from deep_comm.symmetric import WORDS_OF_RANK, SymmetricMemory
 
 __all__ = ["Exchange"]
 
@@ -33,30 +32,32 @@ class Exchange:
         words: int64 [R, WORDS_OF_RANK]: this rank's, row p for what rank p pushes.
         sequence: int64 [1]: products begun.
         fault: int64 [1]: 0, or 1 + the rank that a product has waited for in vain.
-        peer_words: int64 [R]: address of row ``rank`` of every rank's words.
+        bases: int64 [R]: where each rank's memory begins.
+        words_offset: bytes from there to row ``rank`` of that rank's words.
         counters: int32 [R, WORDS_OF_RANK] zeros, for Triton products.
     """
 
     def __init__(self, memory: SymmetricMemory) -> None:
         self.rank, self.num_ranks = memory.rank, memory.group_size
         self.device, self.timeout_s = memory.device, memory.timeout_s
-        progress, ranks = memory.progress, range(memory.group_size)
+        progress = memory.progress
         self.words = progress.local[: self.num_ranks * WORDS_OF_RANK].view(-1, WORDS_OF_RANK)
         self.sequence, self.fault = progress.local[-2:-1], progress.local[-1:]
         self._addresses = self.words.data_ptr(), self.sequence.data_ptr(), self.fault.data_ptr()
-        own_row = self.rank * WORDS_OF_RANK * 8
-        self._peer_words = [progress.peer(peer).data_ptr() + own_row for peer in ranks]
-        self.peer_words = torch.tensor(self._peer_words, device=self.device)
-        self.counters = torch.zeros(
-            (self.num_ranks, WORDS_OF_RANK), dtype=torch.int32, device=self.device
-        )
+        self.bases = memory.bases
+        self._bases = [
+            progress.peer(peer).data_ptr() - progress.offset for peer in range(self.num_ranks)
+        ]
+        self.words_offset = progress.offset + self.rank * WORDS_OF_RANK * 8
+        counters = progress.local[len(progress.local) // 2 - 1 :].view(torch.int32)
+        self.counters = counters[: self.num_ranks * WORDS_OF_RANK].view(-1, WORDS_OF_RANK)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._is_beside = False  # something has been launched there since begin
         calls = memory.native_calls
         self._begin, self._end = calls.begin_matmul, calls.end_matmul
         self._push, self._await_push = calls.push, calls.await_push
         self._add_slots = calls.add_slots
-        self._staged: dict[Any, tuple[SymmetricTensor, Tensor]] = {}
+        self._staging_offset = memory.staging((0,), torch.uint8).offset
 
     @staticmethod
     def of(memory: SymmetricMemory) -> Exchange:
@@ -67,28 +68,23 @@ class Exchange:
 
     def staged(
         self, memory: SymmetricMemory, shape: tuple[int, ...], dtype: torch.dtype, what: str
-    ) -> tuple[SymmetricTensor, Tensor]:
-        """The staging as [R, *shape], and int64 [R], where slot ``rank`` of each rank's begins.
+    ) -> Tensor:
+        """This rank's staging as [R, *shape]; slot p is for rank p.
 
         Raises:
             BufferTooSmall: it has no room.
         """
-        key = shape, dtype
-        found = self._staged.get(key)
-        if found is None:
-            whole = (self.num_ranks, *shape)
-            needed = torch.Size(whole).numel() * dtype.itemsize
-            if needed > 2 * memory.staging_bytes:
-                raise BufferTooSmall(
-                    memory.staging_bytes, -(-needed // 2), f"half of {what}", "staging_bytes"
-                )
-            tensor = memory.staging(whole, dtype)
-            slots = [
-                tensor.peer(peer)[self.rank].data_ptr() if needed else 0
-                for peer in range(self.num_ranks)
-            ]
-            found = self._staged[key] = tensor, torch.tensor(slots, device=self.device)
-        return found
+        whole = (self.num_ranks, *shape)
+        needed = torch.Size(whole).numel() * dtype.itemsize
+        if needed > 2 * memory.staging_bytes:
+            raise BufferTooSmall(
+                memory.staging_bytes, -(-needed // 2), f"half of {what}", "staging_bytes"
+            )
+        return memory.staging(whole, dtype).local
+
+    def slot_offset(self, slots: Tensor) -> int:
+        """Bytes from a rank's base to its slot for this rank; ``slots``: of ``staged``."""
+        return self._staging_offset + self.rank * slots.stride(0) * slots.element_size()
 
     def begin(self, *agreed: object) -> None:
         """After it, what peers push to is free on all ranks, or the ranks have disagreed."""
@@ -106,11 +102,12 @@ class Exchange:
         with torch.cuda.stream(self._side):
             yield
 
-    def push(self, rows: Tensor, place: Tensor, peer: int, chunk: int = 0) -> None:
-        """rows to ``place`` in ``peer``'s staging; both contiguous, of equally many bytes."""
-        word = self._peer_words[peer] + 8 * chunk
-        num_bytes = rows.numel() * rows.element_size()
-        self._push(rows.data_ptr(), place.data_ptr(), num_bytes, self._addresses[1], word)
+    def push(self, rows: Tensor, slots: Tensor, first: int, peer: int, chunk: int = 0) -> None:
+        """Contiguous rows to element ``first`` of this rank's slot of ``peer``'s staging."""
+        base, size = self._bases[peer], rows.element_size()
+        place = base + self.slot_offset(slots) + first * size
+        word = base + self.words_offset + 8 * chunk
+        self._push(rows.data_ptr(), place, rows.numel() * size, self._addresses[1], word)
 
     def await_push(self, peer: int, chunk: int = 0) -> None:
         """The current stream waits for this product's push of ``peer``."""

@@ -154,6 +154,9 @@ def _checked(
         rows = f"must have {depth} rows, as many as x has columns"
         _require("weight", list(weight.shape), weight.shape[0] == depth, rows)
         checked.append(_Weight(weight, scale, result))
+    needs = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *weights))
+    rule = "must not need gradients: torch.ops.deep_comm.fused_* have them"
+    _require("x or a weight", "requires_grad", not needs, rule)
     return x_scale, checked
 
 
@@ -299,18 +302,17 @@ def _gather_beside(
 ) -> tuple[Tensor | None, list[Tensor]]:
     exchange = Exchange.of(memory)
     rank, num_ranks, (num_rows, depth) = exchange.rank, exchange.num_ranks, rows.x.shape
-    place, _ = exchange.staged(memory, (num_rows, depth), rows.x.dtype, "the gathered x")
+    slots = exchange.staged(memory, (num_rows, depth), rows.x.dtype, "the gathered x")
     scale = _gather_scale(rows, memory)
     exchange.begin("all_gather_matmul", method, num_rows, depth, rows.x.dtype, memory.staging_bytes)
     chunk_rows = _chunk_rows(num_rows, depth * rows.x.element_size())
     with exchange.beside():
         for turn in range(1, num_ranks):
             peer = (rank + turn) % num_ranks
-            remote = place.peer(peer)[rank]
             for chunk, first in enumerate(range(0, num_rows, chunk_rows)):
-                part = slice(first, first + chunk_rows)
-                exchange.push(rows.x[part], remote[part], peer, chunk)
-    gathered = _Rows(place.local.view(num_ranks * num_rows, depth), scale)
+                part = rows.x[first : first + chunk_rows]
+                exchange.push(part, slots, first * depth, peer, chunk)
+    gathered = _Rows(slots.view(num_ranks * num_rows, depth), scale)
     outs = [
         rows.x.new_empty((num_ranks * num_rows, weight.matrix.shape[1]), dtype=weight.out_dtype)
         for weight in weights
@@ -330,7 +332,7 @@ def _gather_beside(
                 _multiply(gathered.part(peer, num_rows), weight, shard[peer])
     whole = None
     if return_gathered:
-        place.local[rank].copy_(rows.x)
+        slots[rank].copy_(rows.x)
         whole = gathered.x.clone()
     exchange.end()
     return whole, outs
@@ -357,16 +359,22 @@ def _fused_product(
 ) -> None:
     from deep_comm.tp import product
 
-    product.product(
-        x,
-        matrix,
-        product.CONFIGS[0],
-        out=out,
-        num_programs=_num_programs(exchange),
-        gathered=product.Gathered(
-            gathered, exchange.words, chunk_rows, exchange.rank, _waits(exchange)
-        ),
+    arriving = product.Gathered(
+        rows=gathered,
+        words=exchange.words,
+        chunk_rows=chunk_rows,
+        rank=exchange.rank,
+        waits=_waits(exchange),
     )
+    with torch.cuda.device(exchange.device):
+        product.product(
+            x,
+            matrix,
+            product.CONFIGS[0],
+            out=out,
+            num_programs=_num_programs(exchange),
+            gathered=arriving,
+        )
 
 
 def matmul_reduce_scatter(
@@ -431,48 +439,51 @@ def _scatter_beside(rows: _Rows, weight: _Weight, memory: SymmetricMemory, metho
     num_rows, columns = rows.x.shape[0] // num_ranks, weight.matrix.shape[1]
     size = num_rows * columns
     padded = -(-size * weight.out_dtype.itemsize // 16) * 16 // weight.out_dtype.itemsize
-    place, slots = exchange.staged(memory, (padded,), weight.out_dtype, "the product")
+    slots = exchange.staged(memory, (padded,), weight.out_dtype, "the product")
     exchange.begin(
         "matmul_reduce_scatter", method, num_rows, columns, weight.out_dtype, memory.staging_bytes
     )
     out = rows.x.new_empty((num_rows, columns), dtype=weight.out_dtype)
     if method == "fused":
-        _fused_scatter(rows.x, weight.matrix, out, exchange, place.local, slots)
+        _fused_scatter(rows.x, weight.matrix, out, exchange, slots)
     else:
         parts = rows.x.new_empty((num_ranks, num_rows, columns), dtype=weight.out_dtype)
         for turn in range(1, num_ranks):
             peer = (rank + turn) % num_ranks
             _multiply(rows.part(peer, num_rows), weight, parts[peer])
             with exchange.beside():
-                exchange.push(parts[peer], place.peer(peer)[rank], peer)
-        own = place.local[rank, :size].view(num_rows, columns)
+                exchange.push(parts[peer], slots, 0, peer)
+        own = slots[rank, :size].view(num_rows, columns)
         _multiply(rows.part(rank, num_rows), weight, own)
-        exchange.add_slots(place.local, out)
+        exchange.add_slots(slots, out)
     exchange.end()
     return out
 
 
 def _fused_scatter(
-    x: Tensor, matrix: Tensor, out: Tensor, exchange: Exchange, own_slots: Tensor, slots: Tensor
+    x: Tensor, matrix: Tensor, out: Tensor, exchange: Exchange, slots: Tensor
 ) -> None:
     from deep_comm.tp import product
 
-    product.scattered_product(
-        x,
-        matrix,
-        product.CONFIGS[0],
-        out=out,
-        num_programs=_num_programs(exchange),
-        scattered=product.Scattered(
-            slots,
-            own_slots,
-            exchange.peer_words,
-            exchange.words,
-            exchange.counters,
-            exchange.rank,
-            _waits(exchange),
-        ),
+    scattered = product.Scattered(
+        bases=exchange.bases,
+        slot_offset=exchange.slot_offset(slots),
+        own_slots=slots,
+        words_offset=exchange.words_offset,
+        own_words=exchange.words,
+        counters=exchange.counters,
+        rank=exchange.rank,
+        waits=_waits(exchange),
     )
+    with torch.cuda.device(exchange.device):
+        product.scattered_product(
+            x,
+            matrix,
+            product.CONFIGS[0],
+            out=out,
+            num_programs=_num_programs(exchange),
+            scattered=scattered,
+        )
 
 
 def matmul_all_reduce(

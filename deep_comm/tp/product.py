@@ -79,15 +79,16 @@ class Gathered:
 class Scattered:
     """Where shards of a product go, R of S rows: slot r of every rank is for rank r's part.
 
-    slots: int64 [R]: addresses of slot ``rank`` [S, N] at each rank. own_slots: [R, S, N], this
-    rank's. peer_words: int64 [R]: address, at each rank, of the words of this rank's chunks.
-    own_words: int64 [R, C]. A chunk is group_m * block_m rows; C is enough for S. counters: int32
-    [R, C] zeros, and zeros again afterwards.
+    bases: int64 [R]: where each rank's memory begins. slot_offset: bytes from there to slot
+    ``rank`` [S, N]. own_slots: [R, S, N], this rank's. words_offset: bytes to the words of this
+    rank's chunks. own_words: int64 [R, C]. A chunk is group_m * block_m rows; C is enough for S.
+    counters: int32 [R, C] zeros, and zeros again afterwards.
     """
 
-    slots: torch.Tensor
+    bases: torch.Tensor
+    slot_offset: int
     own_slots: torch.Tensor
-    peer_words: torch.Tensor
+    words_offset: int
     own_words: torch.Tensor
     counters: torch.Tensor
     rank: int
@@ -275,14 +276,17 @@ def _add_and_store(
     out_desc.store([m, n], total.to(out_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["timeout_ns", "rank", "shard_rows", "K"])
+@triton.jit(
+    do_not_specialize=["slot_offset", "words_offset", "timeout_ns", "rank", "shard_rows", "K"]
+)
 def _scattered_product_kernel(
     x_desc,  # [R * S, K], blocks of [BLOCK_M, BLOCK_K]
     w_desc,  # [K, N] or [N, K]
     out_desc,  # [S, N], blocks of [BLOCK_M, BLOCK_N / 4]
-    slots,
+    bases,
+    slot_offset,
     own_slots,
-    peer_words,
+    words_offset,
     own_words,
     counters,
     fault,
@@ -308,8 +312,9 @@ def _scattered_product_kernel(
     number = tl.load(sequence)
     for turn in range(1, num_ranks):
         peer = (rank + turn) % num_ranks
-        slot = tl.load(slots + peer).to(tl.pointer_type(out_desc.dtype))
-        words = tl.load(peer_words + peer).to(tl.pointer_type(tl.int64))
+        base = tl.load(bases + peer)
+        slot = (base + slot_offset).to(tl.pointer_type(out_desc.dtype))
+        words = (base + words_offset).to(tl.pointer_type(tl.int64))
         counts = counters + peer * words_of_rank
         slot_desc = tl.make_tensor_descriptor(
             slot, shape=[shard_rows, N], strides=[N, 1], block_shape=[BLOCK_M, BLOCK_N // 2]
@@ -386,9 +391,10 @@ def scattered_product(
         TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]),
         w_desc,
         TensorDescriptor.from_tensor(out, [config.block_m, config.block_n // 4]),
-        scattered.slots,
+        scattered.bases,
+        scattered.slot_offset,
         scattered.own_slots,
-        scattered.peer_words,
+        scattered.words_offset,
         scattered.own_words,
         scattered.counters,
         scattered.waits.fault,
@@ -396,7 +402,7 @@ def scattered_product(
         scattered.waits.timeout_ns,
         scattered.own_words.shape[1],
         scattered.rank,
-        scattered.slots.shape[0],
+        scattered.bases.shape[0],
         shard_rows,
         num_columns,
         depth,

@@ -229,6 +229,7 @@ REFUSED = {
     "must divide the rows": lambda m: tp.matmul_all_reduce(
         ones(3, 4), ones(4, 4), m, method="decomposed"
     ),
+    "must not need gradients": lambda m: gather(m, ones(2, 4).requires_grad_()),
     "must be sum or avg": lambda m: tp.matmul_reduce_scatter(
         ones(2, 4), ones(4, 4), m, reduce_op="max"
     ),
