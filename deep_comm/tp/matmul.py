@@ -64,6 +64,11 @@ class _Weight:
     scale: Tensor | None
     out_dtype: torch.dtype
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a product's row."""
+        return self.matrix.shape[1] * self.out_dtype.itemsize
+
 
 def _multiply(rows: _Rows, weight: _Weight, out: Tensor) -> None:
     if rows.scale is None or weight.scale is None:
@@ -187,9 +192,17 @@ def _rule_of_fused(
 
 
 def _method(
-    name: str, op: str, rows: int, x: Tensor, weights: Sequence[_Weight], memory: SymmetricMemory
+    name: str,
+    op: str,
+    rows: int,
+    x: Tensor,
+    weights: Sequence[_Weight],
+    memory: SymmetricMemory,
+    row_bytes: int,
 ) -> str:
-    """``rows``: of a rank. The same on all ranks, which all follow from the same arguments."""
+    """``rows``: of a rank; ``row_bytes``: of one that is staged unless the product is unfused. The
+    same on all ranks, which all follow from the same arguments.
+    """
     rule = _rule_of_fused(rows, x, weights, memory)
     if name == "fused":
         _require("method", name, rule == "", rule)
@@ -197,7 +210,10 @@ def _method(
         return name
     columns = sum(weight.matrix.shape[1] for weight in weights)
     chosen = tuning.product_method(memory.tuned_products, op, x.dtype, (rows, x.shape[1], columns))
-    return "unfused" if chosen is None or (chosen == "fused" and rule) else chosen
+    has_room = memory.group_size * rows * row_bytes <= 2 * memory.staging_bytes
+    if chosen is None or not has_room or (chosen == "fused" and rule):
+        return "unfused"
+    return chosen
 
 
 def all_gather_matmul(
@@ -251,7 +267,10 @@ def all_gather_matmul(
         return gathered if return_gathered else None, shaped
     x_scale = _moved_scale(x_scale, x, dim)
     rows = _Rows(moved.flatten(0, -2), x_scale)
-    chosen = _method(method, "all_gather_matmul", rows.x.shape[0], rows.x, checked, memory)
+    row_bytes = x.shape[-1] * x.element_size()
+    chosen = _method(
+        method, "all_gather_matmul", rows.x.shape[0], rows.x, checked, memory, row_bytes
+    )
     flat: Tensor | None
     if chosen == "unfused":
         flat, outs = _gather_then_multiply(rows, checked, memory)
@@ -423,7 +442,9 @@ def matmul_reduce_scatter(
         moved = x.movedim(dim, 0).contiguous()
         rows = _Rows(moved.flatten(0, -2), _moved_scale(x_scale, x, dim))
         num_rows = rows.x.shape[0] // num_ranks
-        chosen = _method(method, "matmul_reduce_scatter", num_rows, rows.x, [checked], memory)
+        chosen = _method(
+            method, "matmul_reduce_scatter", num_rows, rows.x, [checked], memory, checked.row_bytes
+        )
         if chosen == "unfused":
             flat_out = reduce_scatter(_whole(rows, checked), memory)
         else:
@@ -515,7 +536,9 @@ def matmul_all_reduce(
         _require("method", method, method in ("auto", "unfused"), "must divide the rows of x")
         chosen = "unfused"
     else:
-        chosen = _method(method, "matmul_all_reduce", num_rows, rows.x, [checked], memory)
+        chosen = _method(
+            method, "matmul_all_reduce", num_rows, rows.x, [checked], memory, checked.row_bytes
+        )
     if chosen == "unfused":
         out = all_reduce(_whole(rows, checked), memory)
     else:

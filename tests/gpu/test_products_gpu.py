@@ -15,6 +15,7 @@ from products import (
     late_and_absent,
     replayed,
     run_case,
+    scaled_on_device,
     verify,
 )
 
@@ -59,3 +60,7 @@ def test_graphs_are_replayed_between_eager_calls(op: str, method: str, num_ranks
 @pytest.mark.parametrize("method", METHODS_ON_GPUS[1:])
 def test_late_ranks_are_waited_for_and_absent_ones_are_named(method: str) -> None:
     assert run(on_own, 2, late_and_absent, method, ()) == [""] * 2
+
+
+def test_fp8_with_scales() -> None:
+    assert run(on_own, 2, scaled_on_device, ()) == [""] * 2

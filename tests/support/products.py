@@ -268,3 +268,41 @@ def late_and_absent(group: Any, method: str, index: int) -> str:
         group.barrier()
         memory.reset()
         return "" if call() else "wrong after reset"
+
+
+def scaled_on_device(group: Any, index: int) -> str:
+    """FP8 through the library: decomposed has the bits of unfused, near those of float32."""
+    with _memory_on(group, index) as memory:
+        generator = torch.Generator().manual_seed(memory.rank)
+        x = torch.randn(256, 256, generator=generator)
+        weight = torch.randn(128, 256, generator=generator)
+        for by_row in (False, True):
+            scales = []
+            for values in (x, weight):
+                most = values.abs().amax(1, keepdim=True) if by_row else values.abs().amax()
+                scales.append((most if by_row else torch.tensor(5.0)) / 448)
+            given = [
+                (values / scale).to(torch.float8_e4m3fn).to(memory.device)
+                for values, scale in zip((x, weight), scales, strict=True)
+            ]
+            x_scale, w_scale = (scale.to(memory.device) for scale in scales)
+            w_scale = w_scale.t().contiguous() if by_row else w_scale
+            results = []
+            for method in ("unfused", "decomposed"):
+                options: Any = {"scales": (x_scale, w_scale), "method": method}
+                gathered, (out,) = tp.all_gather_matmul(
+                    given[0], given[1].t(), memory, return_gathered=True, **options
+                )
+                part = tp.matmul_reduce_scatter(given[0], given[1].t(), memory, **options)
+                torch.cuda.synchronize()
+                results.append((gathered, out, part))
+            (_, out, part), others = results
+            if not all(torch.equal(a, b) for a, b in zip(results[0][1:], others[1:], strict=True)):
+                return f"by row {by_row}: unfused and decomposed differ"
+            own = (x @ weight.t()).to(memory.device)
+            rows = out[memory.rank * 256 : (memory.rank + 1) * 256].float()
+            if (rows - own).abs().max() > 0.1 * own.abs().max():
+                return f"by row {by_row}: far from float32"
+            if not part.isfinite().all():
+                return "not finite"
+    return ""

@@ -60,7 +60,11 @@ SUITES = {
         "cpu/internode/test_expand_internode_simulated.py",
         "cpu/internode/test_internode_errors.py",
     ),
-    "tp": ("cpu/tp/test_collectives.py", "cpu/tp/test_symmetric.py"),
+    "tp": (
+        "cpu/tp/test_collectives.py",
+        "cpu/tp/test_products.py",
+        "cpu/tp/test_symmetric.py",
+    ),
 }
 OF_ALL = "cpu/normal/test_mixed_calls.py"
 
