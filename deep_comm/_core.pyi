@@ -223,6 +223,7 @@ class BufferCalls:
     all_gather: Callable[..., Any]
     reduce_scatter: Callable[..., Any]
     all_reduce: Callable[..., Any]
+    all_reduce_norm: Callable[..., tuple[Any, Any]]
     signal_word: Callable[[int, int], None]
     await_word: Callable[[int, int, int], None]
     begin_matmul: Callable[[int, int, int], None]

@@ -31,6 +31,15 @@ py::object call_all_reduce(BoundBuffer& buffer, const Arguments<3>& given) {
                               read_integer(num_sms)));
 }
 
+// (x, residual, weight, eps, num_sms) -> (normed, residual)
+py::object call_all_reduce_norm(BoundBuffer& buffer, const Arguments<5>& given) {
+  const auto [x, residual, weight, eps, num_sms] = given;
+  const auto read = [&](PyObject* tensor) { return buffer.reader.read(tensor); };
+  auto [normed, sum] = all_reduce_norm(buffer.context, read(x), read(residual), read(weight),
+                                       py::handle(eps).cast<float>(), read_integer(num_sms));
+  return py::make_tuple(object_of(std::move(normed)), object_of(std::move(sum)));
+}
+
 // (address of the peer's word, peer)
 py::object call_signal_word(BoundBuffer& buffer, const Arguments<2>& given) {
   const auto [word, peer] = given;
@@ -118,6 +127,7 @@ void bind_tp_calls(BufferClass& buffer) {
   def_call<&call_all_gather>(buffer, "all_gather");
   def_call<&call_reduce_scatter>(buffer, "reduce_scatter");
   def_call<&call_all_reduce>(buffer, "all_reduce");
+  def_call<&call_all_reduce_norm>(buffer, "all_reduce_norm");
   def_call<&call_signal_word>(buffer, "signal_word");
   def_call<&call_await_word>(buffer, "await_word");
   def_call<&call_begin_matmul>(buffer, "begin_matmul");

@@ -84,6 +84,7 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
   prepare_collective<Collective::kReduceScatter>();
   prepare_collective<Collective::kAllReduceOnce>();
   prepare_collective<Collective::kAllReduceTwice>();
+  prepare_collective<Collective::kAllReduceNorm>();
   target_.template prepare<SignalWordKernel>();
   target_.template prepare<AwaitWordKernel>();
   prepare_matmul();

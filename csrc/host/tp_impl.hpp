@@ -31,7 +31,8 @@ inline CollectiveRoles collective_roles(Collective op, int num_ranks, int num_wa
   const int num_stage_warps = num_ranks == 1 ? 0 : (num_warps + 2) / 4;
   const int num_others = num_warps - num_stage_warps;
   if (op == Collective::kAllGather) return {num_stage_warps, 0, num_others};
-  if (op != Collective::kAllReduceTwice) return {num_stage_warps, num_others, 0};
+  const bool has_sums = op == Collective::kAllReduceTwice || op == Collective::kAllReduceNorm;
+  if (!has_sums) return {num_stage_warps, num_others, 0};
   return {num_stage_warps, num_others / 2, num_others - num_others / 2};
 }
 
@@ -52,21 +53,27 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int element_ty
   constexpr Tuning kTuning = Target::kTuning;
   detail::require(!is_internode(), "collectives serve ranks inside a node");
   args.roles = detail::collective_roles(args.op, world_.num_ranks, kTuning.num_collective_warps);
-  const int num_blocks = static_cast<int>(
-      min_of<int64_t>(max_blocks, ceil_div<int64_t>(args.shard_vecs, kTuning.least_part_vecs)));
-  args.part_vecs =
-      min_of<int64_t>(kTuning.most_part_vecs, ceil_div<int64_t>(args.shard_vecs, num_blocks));
+  // Parts of whole rows, where rows count.
+  const int64_t unit = max_of<int64_t>(args.norm.row_vecs, 1);
+  const int num_blocks = static_cast<int>(min_of<int64_t>(
+      max_blocks,
+      ceil_div<int64_t>(args.shard_vecs, max_of<int64_t>(unit, kTuning.least_part_vecs))));
+  args.part_vecs = align_up(
+      min_of<int64_t>(kTuning.most_part_vecs, ceil_div<int64_t>(args.shard_vecs, num_blocks)),
+      unit);
   args.num_parts = static_cast<int>(ceil_div(args.shard_vecs, args.part_vecs * num_blocks));
   const auto half = [](int64_t value, int idx) { return static_cast<int>(value >> (32 * idx)); };
-  const std::array<int, 9> agreed = {static_cast<int>(args.op),
-                                     element_type,
-                                     num_blocks,
-                                     half(args.num_bytes, 0),
-                                     half(args.num_bytes, 1),
-                                     half(args.shard_bytes, 0),
-                                     half(args.shard_bytes, 1),
-                                     half(static_cast<int64_t>(args.staging_bytes), 0),
-                                     half(static_cast<int64_t>(args.staging_bytes), 1)};
+  const std::array<int, 11> agreed = {static_cast<int>(args.op),
+                                      element_type,
+                                      num_blocks,
+                                      half(args.num_bytes, 0),
+                                      half(args.num_bytes, 1),
+                                      half(args.shard_bytes, 0),
+                                      half(args.shard_bytes, 1),
+                                      half(static_cast<int64_t>(args.staging_bytes), 0),
+                                      half(static_cast<int64_t>(args.staging_bytes), 1),
+                                      static_cast<int>(args.norm.row_vecs),
+                                      bit_cast<int>(args.norm.eps)};
   const LaunchConfig config{.num_blocks = num_blocks,
                             .num_threads = args.roles.num_warps() * kWarpSize,
                             .smem_bytes = 16};
@@ -82,6 +89,8 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int element_ty
       return detail::with_collective<Collective::kReduceScatter>(dtype, launch_as);
     case Collective::kAllReduceOnce:
       return detail::with_collective<Collective::kAllReduceOnce>(dtype, launch_as);
+    case Collective::kAllReduceNorm:
+      return detail::with_collective<Collective::kAllReduceNorm>(dtype, launch_as);
     default:
       return detail::with_collective<Collective::kAllReduceTwice>(dtype, launch_as);
   }

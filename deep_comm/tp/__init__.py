@@ -5,7 +5,7 @@ bits. Calls run on the current stream and can be captured into CUDA graphs.
 ``deep_comm.reference.tp`` says what results must be.
 """
 
-from deep_comm.tp.collectives import all_gather, all_reduce, reduce_scatter
+from deep_comm.tp.collectives import all_gather, all_reduce, all_reduce_norm, reduce_scatter
 from deep_comm.tp.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from deep_comm.tp.torch_ops import install, register
 
@@ -13,6 +13,7 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_reduce_norm",
     "install",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

@@ -10,7 +10,7 @@ from deep_comm.errors import ArgumentError
 from deep_comm.settings import checks
 from deep_comm.symmetric import SymmetricMemory, SymmetricTensor
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter", "require_memory"]
+__all__ = ["all_gather", "all_reduce", "all_reduce_norm", "reduce_scatter", "require_memory"]
 
 Method = Literal["auto", "one_shot", "two_shot"]
 _METHODS = {"auto": 0, "one_shot": 1, "two_shot": 2}
@@ -119,3 +119,39 @@ def all_reduce(
     calls, sms = _calls(memory, num_sms)
     total: Tensor = calls.all_reduce(x, _METHODS[method], sms)
     return total
+
+
+def all_reduce_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    memory: SymmetricMemory,
+    *,
+    eps: float = 1e-6,
+    num_sms: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The sum of every rank's x plus a residual, and its rows normalised (RMSNorm), in one kernel.
+
+    Two shots: every rank adds and normalises a part of the rows, and loads and normalises the
+    others'. Sums, the residual's sum and the normalised rows are each rounded once.
+
+    Args:
+        x: [M, N] bf16, fp16 or float32, contiguous; the same shape and dtype on all ranks. Rows of
+            a multiple of 16 bytes, as all tensors here.
+        residual: as x, with the same values on all ranks.
+        weight: [N] of x's dtype, with the same values on all ranks.
+        memory, num_sms: as of ``all_gather``.
+        eps: added to the mean of the squares; the same on all ranks.
+
+    Returns:
+        (normed, residual): [M, N] each, the same bits on every rank.
+        residual = sum + residual; normed = residual / sqrt(mean(residual²) + eps) * weight.
+
+    Raises:
+        ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
+    """
+    if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
+        raise ArgumentError("eps", eps, "must be a finite number, at least 0")
+    calls, sms = _calls(memory, num_sms)
+    normed, total = calls.all_reduce_norm(x, residual, weight, float(eps), sms)
+    return normed, total

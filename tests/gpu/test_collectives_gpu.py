@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpu_pool
 import pytest
 import torch
-from collectives import FLOATS, OPS, Call, CollectiveCase, make, ring, run_case, verify
+from collectives import FLOATS, NORM, OPS, Call, CollectiveCase, make, ring, run_case, verify
 
 from deep_comm import errors, tp
 from deep_comm.symmetric import SymmetricMemory
@@ -112,3 +112,13 @@ def _silent(group) -> str:
 def test_a_silent_rank_is_named_and_reset_takes_it_back(num_ranks: int) -> None:
     named = run(_silent, num_ranks)
     assert named == ["PeerTimeout 1" if rank != 1 else "" for rank in range(num_ranks)]
+
+
+def test_sums_with_a_residual_are_normalised(num_ranks: int) -> None:
+    calls = tuple(
+        Call(NORM, shape, dtype, 16)
+        for shape in ((1, 264), (5, 8192), (300, 1024))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+    case = CollectiveCase(num_ranks, calls, staging_bytes=4 << 20)
+    verify(case, run(on_device, num_ranks, case))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpu_pool
 import pytest
 import torch
-from collectives import OPS, Call, CollectiveCase, ring, run_case, verify
+from collectives import NORM, OPS, Call, CollectiveCase, ring, run_case, verify
 
 
 def run(fn, num_ranks: int, *args: object) -> list:
@@ -35,3 +35,14 @@ def _ring(group) -> list[list[float]]:
 def test_what_was_stored_before_a_signal_is_seen_after_the_wait() -> None:
     for rank, seen in enumerate(run(_ring, 2)):
         assert seen == [[10.0 * (1 - rank) + number] * 6 for number in range(5)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_sums_with_a_residual_are_normalised(num_ranks: int) -> None:
+    calls = tuple(
+        Call(NORM, shape, dtype, 16)
+        for shape in ((1, 264), (5, 8192), (300, 1024))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+    case = CollectiveCase(num_ranks, calls, staging_bytes=4 << 20)
+    verify(case, run(on_device, num_ranks, case))

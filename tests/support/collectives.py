@@ -16,11 +16,13 @@ from deep_comm.symmetric import SymmetricMemory
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 OPS = ("all_gather", "reduce_scatter", "one_shot", "two_shot", "auto")
+NORM = "norm"
+EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Call:
-    op: str  # of OPS; the last three are all-reduces
+    op: str  # of OPS; the last three are all-reduces; or NORM
     shape: tuple[int, ...]  # of x
     dtype: torch.dtype
     num_sms: int = 2
@@ -55,7 +57,17 @@ def placed(x: Tensor, offset: int, device: torch.device) -> Tensor:
     return view
 
 
-def make(call: Call, x: Tensor, memory: SymmetricMemory) -> Tensor:
+def norm_inputs(call: Call, number: int) -> tuple[Tensor, Tensor]:
+    """residual and weight, alike on all ranks."""
+    residual, weight = x_of(call, 90, number), x_of(call, 91, number)[0]
+    return residual, weight.clamp(-4, 4)
+
+
+def make(call: Call, x: Tensor, memory: SymmetricMemory, number: int = 0) -> Tensor:
+    if call.op == NORM:
+        given = [each.to(x.device) for each in norm_inputs(call, number)]
+        both = tp.all_reduce_norm(x, *given, memory, eps=EPS, num_sms=call.num_sms)
+        return torch.cat(both)
     if call.op == "all_gather":
         return tp.all_gather(x, memory, num_sms=call.num_sms)
     if call.op == "reduce_scatter":
@@ -70,7 +82,7 @@ def run_case(group: Any, case: CollectiveCase, **options: Any) -> list[Tensor]:
     with SymmetricMemory(group, 0, staging_bytes=case.staging_bytes, **options) as memory:
         for number, call in enumerate(case.calls):
             x = placed(x_of(call, memory.rank, number), call.offset, memory.device)
-            results.append(make(call, x, memory))
+            results.append(make(call, x, memory, number))
             # Peers may still read what was staged, but not x.
             x.fill_(77)
         return [result.cpu() for result in results]
@@ -82,12 +94,15 @@ def expected(case: CollectiveCase) -> list[list[Tensor]]:
         "all_gather": reference.all_gather,
         "reduce_scatter": reference.reduce_scatter,
     }
-    return [
-        functions.get(call.op, reference.all_reduce)(
-            [x_of(call, rank, number) for rank in range(case.num_ranks)]
-        )
-        for number, call in enumerate(case.calls)
-    ]
+    found = []
+    for number, call in enumerate(case.calls):
+        x = [x_of(call, rank, number) for rank in range(case.num_ranks)]
+        if call.op == NORM:
+            both = reference.all_reduce_norm(x, *norm_inputs(call, number), EPS)
+            found.append([torch.cat(pair) for pair in both])
+        else:
+            found.append(functions.get(call.op, reference.all_reduce)(x))
+    return found
 
 
 def verify(case: CollectiveCase, results: Any) -> None:
@@ -109,7 +124,10 @@ def random_case(seed: int, max_ranks: int = 5) -> CollectiveCase:
     num_ranks = choose.randint(2, max_ranks)
 
     def call() -> Call:
-        op = choose.choice(OPS)
+        op = choose.choice((*OPS, NORM))
+        if op == NORM:
+            shape = choose.choice((1, 2, 5)), choose.choice((8, 24, 264))
+            return Call(op, shape, choose.choice(FLOATS), choose.choice((1, 2, 3)))
         rows = choose.choice((1, 2, 5))
         if op == "reduce_scatter":
             rows *= num_ranks

@@ -12,6 +12,7 @@ enum class Collective : int {
   kReduceScatter,
   kAllReduceOnce,   // everybody adds everything
   kAllReduceTwice,  // everybody adds a shard, and loads the others' sums
+  kAllReduceNorm,   // the same by whole rows; the sums get a residual, and rows are normalised
   kCount
 };
 
@@ -24,6 +25,15 @@ struct CollectiveRoles {
   DC_HOST_DEVICE int num_warps() const {
     return 1 + num_stage_warps + num_reduce_warps + num_gather_warps;
   }
+};
+
+// Root mean square normalisation of rows of row_vecs vectors.
+struct RowNorm {
+  const uint8_t* residual;  // as x; added to the sums
+  const uint8_t* weight;    // [row_vecs]
+  uint8_t* normed;          // as x
+  int64_t row_vecs;
+  float eps;
 };
 
 struct CollectiveArgs {
@@ -42,6 +52,7 @@ struct CollectiveArgs {
   uint64_t staging;        // the first of two, from the segment's start
   uint64_t staging_bytes;  // of one
   uint32_t signature;      // of operation and arguments, equal on all ranks
+  RowNorm norm;            // kAllReduceNorm
 };
 
 // signal_word and await_word, of one stream.

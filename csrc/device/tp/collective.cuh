@@ -1,4 +1,4 @@
-// all_gather, reduce_scatter, all_reduce: a rank stages its input, and its peers load from there.
+// all_gather, reduce_scatter, all_reduce, all_reduce_norm: a rank stages its input, and its peers load from there.
 //
 // in     x [num_bytes]: shards of shard_bytes, of R ranks or one; the same on all ranks
 // out    see CollectiveArgs
@@ -20,16 +20,17 @@
 #include "device/move/parts.cuh"
 #include "device/sync/barrier.cuh"
 #include "device/sync/generation.cuh"
-#include "device/tp/args.cuh"
+#include "device/tp/norm.cuh"
 
 namespace deep_comm {
 
 template <Collective kOp>
 struct CollectiveForm {
   static constexpr bool kHasShards =
-      kOp == Collective::kReduceScatter || kOp == Collective::kAllReduceTwice;
+      kOp != Collective::kAllGather && kOp != Collective::kAllReduceOnce;
+  static constexpr bool kNorms = kOp == Collective::kAllReduceNorm;
   static constexpr bool kReduces = kOp != Collective::kAllGather;
-  static constexpr bool kStagesSums = kOp == Collective::kAllReduceTwice;
+  static constexpr bool kStagesSums = kOp == Collective::kAllReduceTwice || kNorms;
   static constexpr bool kGathers = kOp == Collective::kAllGather || kStagesSums;
   static constexpr Kernel kKernel = kOp == Collective::kAllGather       ? Kernel::kAllGather
                                     : kOp == Collective::kReduceScatter ? Kernel::kReduceScatter
@@ -56,6 +57,21 @@ struct CollectiveCall {
     const int64_t first =
         (static_cast<int64_t>(idx) * arch::num_blocks() + arch::block_idx()) * args.part_vecs;
     return {min_of(first, args.shard_vecs), min_of(first + args.part_vecs, args.shard_vecs)};
+  }
+  // Calls visit with the first vector of each row of part idx of a shard that falls to this warp. A
+  // part has whole rows.
+  template <class Visit>
+  DC_DEVICE void for_rows(const Team& team, int idx, int shard, const Visit& visit) const {
+    const VecRange range = part(idx);
+    const int64_t end = min_of<int64_t>(range.end, bytes_of(shard) / sizeof(Vec16));
+    const int64_t row_vecs = args.norm.row_vecs;
+    for (int64_t first = range.first + team.warp * row_vecs; first < end;
+         first += team.num_warps * row_vecs) {
+      visit(first);
+    }
+  }
+  DC_DEVICE uint8_t* normed(int shard, int64_t first) const {
+    return args.norm.normed + shard * args.shard_bytes + first * sizeof(Vec16);
   }
 };
 
@@ -142,7 +158,12 @@ DC_DEVICE void reduce_parts(const CollectiveCall& call, const Team& team) {
             if (rank == world.rank) return load_input(x, num_bytes, v);
             return arch::ld_weak(reinterpret_cast<const Vec16*>(call.staged(rank, shard)) + v);
           },
-          [&](int64_t v, const Vec16& sum) {
+          [&](int64_t v, Vec16 sum) {
+            if constexpr (Form::kNorms) {
+              if (v * static_cast<int64_t>(sizeof(Vec16)) >= num_bytes) return;
+              const uint8_t* residual = args.norm.residual + shard * args.shard_bytes;
+              sum = add_vecs<kDtype>(sum, load_input(residual, num_bytes, v));
+            }
             store_output(out, num_bytes, v, sum);
             if constexpr (Form::kStagesSums) arch::st_weak(sums + v, sum);
           });
@@ -152,10 +173,18 @@ DC_DEVICE void reduce_parts(const CollectiveCall& call, const Team& team) {
       // A warp that has failed has added nothing; the peers must not take that for sums.
       if (team.warp == 0 && !is_aborted(world)) publish_parts<&RecvLine::done>(call, idx + 1);
     }
+    if constexpr (Form::kNorms) {
+      const auto load = [&](int64_t first) {
+        return [=](int64_t v) { return arch::ld_weak(sums + first + v); };
+      };
+      call.for_rows(team, idx, shard, [&](int64_t first) {
+        normalise_row<kDtype>(args.norm, call.normed(shard, first), load(first), load(first));
+      });
+    }
   }
 }
 
-template <Collective kOp>
+template <Collective kOp, Dtype kDtype>
 DC_DEVICE void gather_parts(const CollectiveCall& call, const Team& team) {
   constexpr bool kOfSums = CollectiveForm<kOp>::kStagesSums;
   const CollectiveArgs& args = call.args;
@@ -177,9 +206,23 @@ DC_DEVICE void gather_parts(const CollectiveCall& call, const Team& team) {
       const Vec16* src = reinterpret_cast<const Vec16*>(call.staged(peer, kOfSums ? peer : 0));
       uint8_t* out = args.out + peer * args.shard_bytes;
       const int64_t num_bytes = kOfSums ? call.bytes_of(peer) : args.num_bytes;
-      copy_range(
-          team, range, [&](int64_t v) { return arch::ld_weak(src + v); },
-          [&](int64_t v, const Vec16& vec) { store_output(out, num_bytes, v, vec); });
+      if constexpr (CollectiveForm<kOp>::kNorms) {
+        call.for_rows(team, idx, peer, [&](int64_t first) {
+          Vec16* row = reinterpret_cast<Vec16*>(out) + first;
+          normalise_row<kDtype>(
+              args.norm, call.normed(peer, first),
+              [&](int64_t v) {
+                const Vec16 vec = arch::ld_weak(src + first + v);
+                arch::st_weak(row + v, vec);
+                return vec;
+              },
+              [&](int64_t v) { return arch::ld_weak(row + v); });
+        });
+      } else {
+        copy_range(
+            team, range, [&](int64_t v) { return arch::ld_weak(src + v); },
+            [&](int64_t v, const Vec16& vec) { store_output(out, num_bytes, v, vec); });
+      }
     }
   }
 }
@@ -210,7 +253,7 @@ DC_DEVICE void collective(const CollectiveArgs& args) {
     }
   } else {
     if constexpr (Form::kGathers) {
-      gather_parts<kOp>(call, {gatherer, roles.num_gather_warps});
+      gather_parts<kOp, kDtype>(call, {gatherer, roles.num_gather_warps});
     }
   }
   const BlockExit exit = exit_block(context);

@@ -16,7 +16,7 @@ struct CheckedCollective {
   TensorSpec out;
   Dtype dtype = Dtype::kBfloat16;
   int max_blocks = 1;
-  int64_t num_bytes = 0, shard_bytes = 0, shard_vecs = 0;
+  int64_t num_bytes = 0, shard_bytes = 0, shard_vecs = 0, row_vecs = 0;
 };
 
 void require_x(const CallContext& context, const TensorRef& x, bool has_rows, bool is_added) {
@@ -55,7 +55,8 @@ TensorSpec spec_of(const TensorRef& x, int64_t num_rows) {
 
 CheckedCollective check(const CallContext& context, Collective op, const TensorRef& x,
                         const IntegerRef& num_sms) {
-  const bool has_rows = op == Collective::kAllGather || op == Collective::kReduceScatter;
+  const bool has_rows = op == Collective::kAllGather || op == Collective::kReduceScatter ||
+                        op == Collective::kAllReduceNorm;
   require_x(context, x, has_rows, op != Collective::kAllGather);
   const int num_ranks = context.group.num_ranks;
   const int64_t num_rows = x.num_dims > 0 ? x.shape[0] : 1;
@@ -77,11 +78,15 @@ CheckedCollective check(const CallContext& context, Collective op, const TensorR
     }
     checked.out = spec_of(x, num_rows / num_ranks);
     checked.shard_bytes = checked.num_bytes / num_ranks;
+  } else if (op == Collective::kAllReduceNorm) {
+    const int64_t row_bytes = num_rows == 0 ? 0 : checked.num_bytes / num_rows;
+    checked.row_vecs = row_bytes / kVecBytes;
+    checked.shard_bytes = ceil_div<int64_t>(num_rows, num_ranks) * row_bytes;
   } else if (op == Collective::kAllReduceTwice) {
     checked.shard_bytes = align_up(ceil_div<int64_t>(checked.num_bytes, num_ranks), kVecBytes);
   }
   checked.shard_vecs = ceil_div(checked.shard_bytes, kVecBytes);
-  const bool has_shards = op == Collective::kReduceScatter || op == Collective::kAllReduceTwice;
+  const bool has_shards = op != Collective::kAllGather && op != Collective::kAllReduceOnce;
   const int64_t staged =
       num_ranks == 1 ? 0 : checked.shard_vecs * kVecBytes * (has_shards ? num_ranks : 1);
   if (staged > static_cast<int64_t>(context.staging.num_bytes)) {
@@ -91,9 +96,21 @@ CheckedCollective check(const CallContext& context, Collective op, const TensorR
   return checked;
 }
 
-Object run(CallContext& context, const CheckedCollective& checked) {
+// norm: of kAllReduceNorm; its output is made here, too.
+struct Collected {
+  Object out, normed;
+};
+
+Collected run(CallContext& context, const CheckedCollective& checked, RowNorm norm,
+              const std::vector<const void*>& inputs) {
   CallOrder order(context.order, {});
   MadeTensor out = context.memory.empty(checked.out, order);
+  MadeTensor normed;
+  if (checked.op == Collective::kAllReduceNorm) {
+    normed = context.memory.empty(checked.out, order);
+    norm.normed = pointer_of<uint8_t>(normed.address);
+    norm.row_vecs = checked.row_vecs;
+  }
   if (checked.num_bytes > 0) {
     CollectiveArgs args{};
     args.op = checked.op;
@@ -104,14 +121,15 @@ Object run(CallContext& context, const CheckedCollective& checked) {
     args.shard_vecs = checked.shard_vecs;
     args.staging = context.staging.offset;
     args.staging_bytes = context.staging.num_bytes;
+    args.norm = norm;
     context.launch([&] {
       context.engine.collective(args, checked.dtype, static_cast<int>(checked.x.type.id),
                                 checked.max_blocks, order.stream());
     });
   }
-  order.finish({checked.x.object}, nullptr);
+  order.finish(inputs, nullptr);
   context.end();
-  return std::move(out.tensor);
+  return {std::move(out.tensor), std::move(normed.tensor)};
 }
 
 template <class Launch>
@@ -136,7 +154,32 @@ void launch_ordered(CallContext& context, const Launch& launch) {
 Object collective(CallContext& context, Collective op, const TensorRef& x,
                   const IntegerRef& num_sms) {
   context.begin();
-  return run(context, check(context, op, x, num_sms));
+  return run(context, check(context, op, x, num_sms), {}, {x.object}).out;
+}
+
+void require_like(const CallContext& context, const char* name, const TensorRef& tensor,
+                  const TensorRef& x, int num_dims) {
+  using Which = GivenProperty::Which;
+  const auto refuse = [&](Which which, const char* rule) {
+    refuse_argument(name, given_property(which, tensor.object), rule);
+  };
+  if (tensor.kind != TensorRef::Kind::kTensor) refuse(Which::kTypeName, "must be a tensor");
+  if (!tensor.is_on_device) {
+    refuse_argument(name, given_property(Which::kDevice, tensor.object),
+                    "must be on this memory's device " + context.device_name);
+  }
+  if (!(tensor.type == x.type)) refuse(Which::kType, "must have x's dtype");
+  bool fits = tensor.num_dims == num_dims && tensor.is_contiguous();
+  for (int dim = 0; fits && dim < num_dims; ++dim) {
+    fits = tensor.shape[dim] == x.shape[x.num_dims - num_dims + dim];
+  }
+  if (!fits) {
+    refuse(Which::kShape, num_dims == 1 ? "must be contiguous, with x's last extent"
+                                        : "must be contiguous, with x's shape");
+  }
+  if (tensor.address % kVecBytes != 0) {
+    refuse(Which::kShape, "must begin at a multiple of 16 bytes");
+  }
 }
 
 }  // namespace
@@ -158,6 +201,31 @@ Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod meth
       method == AllReduceMethod::kAuto ? is_small : method == AllReduceMethod::kOneShot;
   return collective(context, is_one_shot ? Collective::kAllReduceOnce : Collective::kAllReduceTwice,
                     x, num_sms);
+}
+
+std::pair<Object, Object> all_reduce_norm(CallContext& context, const TensorRef& x,
+                                          const TensorRef& residual, const TensorRef& weight,
+                                          float eps, const IntegerRef& num_sms) {
+  context.begin();
+  const CheckedCollective checked = check(context, Collective::kAllReduceNorm, x, num_sms);
+  const auto refuse_x = [&](const char* rule) {
+    refuse_argument("x", given_property(GivenProperty::Which::kShape, x.object), rule);
+  };
+  if (x.num_dims != 2) refuse_x("must have 2 dimensions");
+  if (x.shape[1] * x.type.num_bytes % kVecBytes != 0 || x.shape[1] == 0) {
+    refuse_x("must have rows of a multiple of 16 bytes");
+  }
+  if (x.address % kVecBytes != 0) refuse_x("must begin at a multiple of 16 bytes");
+  require_like(context, "residual", residual, x, 2);
+  require_like(context, "weight", weight, x, 1);
+  Collected collected = run(context, checked,
+                            {.residual = pointer_of<uint8_t>(residual.address),
+                             .weight = pointer_of<uint8_t>(weight.address),
+                             .normed = nullptr,
+                             .row_vecs = 0,
+                             .eps = eps},
+                            {x.object, residual.object, weight.object});
+  return {std::move(collected.normed), std::move(collected.out)};
 }
 
 void signal_word(CallContext& context, uintptr_t word, int peer) {

@@ -13,6 +13,10 @@ Object all_gather(CallContext& context, const TensorRef& x, const IntegerRef& nu
 Object reduce_scatter(CallContext& context, const TensorRef& x, const IntegerRef& num_sms);
 Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod method,
                   const IntegerRef& num_sms);
+// (round(residual + sum of x) with every row normalised, the same before that); see device/tp/norm.cuh.
+std::pair<Object, Object> all_reduce_norm(CallContext& context, const TensorRef& x,
+                                          const TensorRef& residual, const TensorRef& weight,
+                                          float eps, const IntegerRef& num_sms);
 
 // On the caller's stream, without order among the calls. word: at the peer; of this rank.
 void signal_word(CallContext& context, uintptr_t word, int peer);

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import schedules
 import torch
-from collectives import FLOATS, OPS, Call, CollectiveCase, random_case, run_case, verify
+from collectives import FLOATS, NORM, OPS, Call, CollectiveCase, random_case, run_case, verify
 
 from deep_comm import errors, local, processes, tp
 from deep_comm.symmetric import SymmetricMemory
@@ -33,6 +33,17 @@ def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None
         for dtype, num_sms in zip(FLOATS, (1, 2, 3), strict=True)
     )
     on_threads(CollectiveCase(num_ranks, calls))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_sums_with_a_residual_are_normalised(num_ranks: int) -> None:
+    shapes = ((1, 8), (2, 8 * 33), (7, 24), (3 * num_ranks, 520), (40, 16))
+    calls = tuple(
+        Call(NORM, shape, dtype, num_sms)
+        for shape in shapes
+        for dtype, num_sms in zip(FLOATS, (1, 2, 3), strict=True)
+    )
+    on_threads(CollectiveCase(num_ranks, calls, staging_bytes=1 << 16))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -115,7 +126,7 @@ FAULTS = ("weaken_release", "ignore_generation")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("op", OPS[:4])
+@pytest.mark.parametrize("op", (*OPS[:4], NORM))
 def test_a_left_out_step_is_noticed(fault: str, op: str) -> None:
     calls = (Call(op, (6, 24), torch.float32),) * 3
     case = CollectiveCase(2, calls)
@@ -175,6 +186,12 @@ def test_a_rank_that_never_comes_is_named_and_reset_takes_it_back() -> None:
         assert isinstance(result, torch.Tensor) and (result == 3).all(), result
 
 
+def norm(memory: SymmetricMemory, x: Any = None, **options: Any) -> Any:
+    x = torch.ones(2, 8) if x is None else x
+    given = {"residual": torch.ones_like(x), "weight": torch.ones(x.shape[-1]), **options}
+    return tp.all_reduce_norm(x, memory=memory, **given)
+
+
 REFUSED = {
     "must be a tensor": lambda memory: tp.all_gather([1.0], memory),
     "must be contiguous": lambda memory: tp.all_gather(torch.ones(4, 4).t(), memory),
@@ -185,6 +202,16 @@ REFUSED = {
     "must be a deep_comm.symmetric.SymmetricMemory; got a Tensor": lambda memory: tp.all_gather(
         torch.ones(4), torch.ones(4)
     ),
+    "must have 2 dimensions": lambda memory: norm(memory, torch.ones(2, 2, 8)),
+    "rows of a multiple of 16 bytes": lambda memory: norm(memory, torch.ones(2, 3)),
+    "residual must be contiguous, with x's shape": lambda memory: norm(
+        memory, residual=torch.ones(3, 8)
+    ),
+    "residual must be a tensor": lambda memory: norm(memory, residual=3),
+    "weight must have x's dtype": lambda memory: norm(memory, weight=torch.ones(8).half()),
+    "weight must be contiguous, with x's last": lambda memory: norm(memory, weight=torch.ones(16)),
+    "must begin at a multiple of 16": lambda memory: norm(memory, torch.ones(17)[1:].view(2, 8)),
+    "must be a finite number": lambda memory: norm(memory, eps=float("nan")),
     "must be an integer of 1 to": lambda memory: tp.all_gather(torch.ones(4), memory, num_sms=0),
 }
 
