@@ -237,6 +237,10 @@ class Engine final : public EngineCalls {
   template <class KernelType>
   void launch_in(const World& world, const LaunchConfig& config, typename KernelType::Args args,
                  uint64_t stream);
+  template <class... KernelTypes>
+  void prepare() {
+    (target_.template prepare<KernelTypes>(), ...);
+  }
   template <Collective kOp>
   void prepare_collective();
   void prepare_matmul();

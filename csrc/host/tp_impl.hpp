@@ -41,8 +41,8 @@ template <class Target>
 template <Collective kOp>
 void Engine<Target>::prepare_collective() {
   for (const Dtype dtype : {Dtype::kBfloat16, Dtype::kFloat16, Dtype::kFloat32}) {
-    detail::with_collective<kOp>(
-        dtype, [&]<class KernelType>(KernelType) { target_.template prepare<KernelType>(); });
+    detail::with_collective<kOp>(dtype,
+                                 [this]<class KernelType>(KernelType) { prepare<KernelType>(); });
   }
 }
 
