@@ -33,6 +33,19 @@ inline void check_channels(const ChannelConfig& config, int most) {
           ", must lie in 1..num_slots = ", config.num_slots);
 }
 
+// Calls visit with the kernel type for rows of that dtype.
+template <template <Dtype> class KernelOf, class Visit>
+void with_dtype(Dtype dtype, const Visit& visit) {
+  switch (dtype) {
+    case Dtype::kBfloat16:
+      return visit(KernelOf<Dtype::kBfloat16>{});
+    case Dtype::kFloat16:
+      return visit(KernelOf<Dtype::kFloat16>{});
+    case Dtype::kFloat32:
+      return visit(KernelOf<Dtype::kFloat32>{});
+  }
+}
+
 // Words that a kernel of this rank releases and the host polls.
 inline uint32_t load_acquire(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);

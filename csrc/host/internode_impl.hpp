@@ -384,14 +384,9 @@ void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
     detail::require(launch_config.smem_bytes <= static_cast<size_t>(target_.smem_bytes_limit()),
                     "num_nodes = ", tiers_.num_nodes(),
                     ", a word for each must fit in a block's shared memory");
-    switch (dtype) {
-      case Dtype::kBfloat16:
-        return launch<InternodeCombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
-      case Dtype::kFloat16:
-        return launch<InternodeCombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
-      case Dtype::kFloat32:
-        return launch<InternodeCombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
-    }
+    detail::with_dtype<InternodeCombineKernel>(dtype, [&]<class KernelType>(KernelType) {
+      launch<KernelType>(launch_config, args, stream);
+    });
   }
 }
 

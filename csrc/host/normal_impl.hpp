@@ -389,14 +389,9 @@ void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t
     check_block("staging", args.staging_line,
                 static_cast<size_t>(args.num_staging_rows) * args.message.slot_bytes());
   }
-  switch (plan.dtype) {
-    case Dtype::kBfloat16:
-      return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
-    case Dtype::kFloat16:
-      return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
-    case Dtype::kFloat32:
-      return launch<CombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
-  }
+  detail::with_dtype<CombineKernel>(plan.dtype, [&]<class KernelType>(KernelType) {
+    launch<KernelType>(launch_config, args, stream);
+  });
 }
 
 }  // namespace deep_comm
