@@ -11,9 +11,7 @@ So ``deep_comm doctor`` and every ``--help`` work without them.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from deep_comm._version import __version__ as __version__
@@ -47,24 +45,19 @@ def _load(module: str) -> Any:
 
 def __getattr__(name: str) -> Any:
     """A module of the package, or a name of ``_public``, on its first use."""
-    absent = AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name.startswith("__") and name != "__all__":
-        raise absent
     module = f"{__name__}.{name}"
-    if sys.modules.get(module) is not None:  # a stand-in, which has no spec
-        return sys.modules[module]
-    if importlib.util.find_spec(module) is not None:
+    try:
         return _load(module)
-    if name == "_core":
-        raise explained(ImportError(name=f"{__name__}._core"))
-    if name.startswith("_") and name != "__all__":
-        raise absent
-    public = _load(f"{__name__}._public")
-    found = {each: getattr(public, each) for each in public.__all__}
-    globals().update(found, __all__=[*public.__all__, "__version__", "errors"])
-    if name not in globals():
-        raise absent
-    return globals()[name]
+    except ImportError as error:
+        if error.name != module or name == "_core":  # a module that needs what is missing
+            raise
+    if not name.startswith("_") or name == "__all__":
+        public = _load(f"{__name__}._public")
+        found = {each: getattr(public, each) for each in public.__all__}
+        globals().update(found, __all__=[*public.__all__, "__version__", "errors"])
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -425,12 +424,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.destroy()
 
     # ---- statics -------------------------------------------------------------------------------

@@ -363,98 +363,46 @@ class LowLatencyHandle:
 
     __slots__ = ("_record",)
 
+    num_max_dispatch_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    num_tokens: int
+    is_compact: bool
+    rank: int
+    members: tuple[str, ...]
+    metadata: Tensor
+    rows_shape: tuple[int, ...]  # of what dispatch returned and combine takes
+    src_info: Tensor
+    layout_range: Tensor
+    recv_tokens: Tensor
+    recv_rows: Tensor
+    recv_weights: Tensor | None
+    num_recv_tokens: Tensor | None
+    recv_topk_idx: Tensor | None
+    recv_topk_weights: Tensor | None
+
     def __init__(self, record: LowLatencyRecord) -> None:
         self._record = record
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is missing: every field is the record's."""
+        if name not in LowLatencyHandle.__annotations__:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        if name == "num_max_dispatch_tokens_per_rank":
+            return self._record.num_max_tokens
+        if hasattr(self._record, name):
+            return getattr(self._record, name)
+        return self._record.part(name)
 
     def __repr__(self) -> str:
         sizes = ("num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk")
         return _short(self, ("rank", "num_tokens", *sizes, "is_compact"))
 
-    @property
-    def num_max_dispatch_tokens_per_rank(self) -> int:
-        return self._record.num_max_tokens
-
-    @property
-    def hidden(self) -> int:
-        return self._record.hidden
-
-    @property
-    def num_experts(self) -> int:
-        return self._record.num_experts
-
-    @property
-    def num_topk(self) -> int:
-        return self._record.num_topk
-
-    @property
-    def num_tokens(self) -> int:
-        return self._record.num_tokens
-
-    @property
-    def is_compact(self) -> bool:
-        return self._record.is_compact
-
-    @property
-    def rank(self) -> int:
-        return self._record.rank
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        return self._record.members
-
-    @property
-    def metadata(self) -> Tensor:
-        return self._record.metadata
-
-    @property
-    def rows_shape(self) -> tuple[int, ...]:
-        """Of what dispatch returned and combine takes."""
-        return self._record.rows_shape
-
-    def _part(self, name: str) -> Any:
-        return self._record.part(name)
-
-    @property
-    def src_info(self) -> Tensor:
-        return self._part("src_info")
-
-    @property
-    def layout_range(self) -> Tensor:
-        return self._part("layout_range")
-
-    @property
-    def recv_tokens(self) -> Tensor:
-        return self._part("recv_tokens")
-
-    @property
-    def recv_rows(self) -> Tensor:
-        return self._part("recv_rows")
-
-    @property
-    def recv_weights(self) -> Tensor | None:
-        return self._part("recv_weights")
-
-    @property
-    def num_recv_tokens(self) -> Tensor | None:
-        return self._part("num_recv_tokens")
-
-    @property
-    def recv_topk_idx(self) -> Tensor | None:
-        return self._part("recv_topk_idx")
-
-    @property
-    def recv_topk_weights(self) -> Tensor | None:
-        return self._part("recv_topk_weights")
-
     def as_tuple(self) -> tuple[Tensor, Tensor, int, int, int]:
         """The five items, in the order of DeepEP's handle."""
-        return (
-            self.src_info,
-            self.layout_range,
-            self.num_max_dispatch_tokens_per_rank,
-            self.hidden,
-            self.num_experts,
-        )
+        sizes = self.num_max_dispatch_tokens_per_rank, self.hidden, self.num_experts
+        return (self.src_info, self.layout_range, *sizes)
 
     @overload
     def __getitem__(self, index: int) -> Tensor | int: ...

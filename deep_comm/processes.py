@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any, TypeVar
 
 from deep_comm.errors import DeepCommError
@@ -239,12 +238,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, *_raised: object) -> None:
         self.close(kill=exc_type is not None)
 
 

@@ -135,8 +135,8 @@ struct DispatchRecord {
   int64_t num_forward_rows = 0;               // between nodes
   std::optional<int64_t> num_returning_rows;  // between nodes
   std::optional<int64_t> num_recv_tokens, max_num_tokens;  // empty: the host has not been told
-  bool has_default_sms =
-      false;  // nobody said how many SMs the dispatch gets: combine may take more
+  // Nobody said how many SMs the dispatch gets: combine may take more.
+  bool has_default_sms = false;
   RoutingAddresses routing;
   std::optional<ExpansionRecord> expansion;
   // The framework's tensors in it, which streams may have to be recorded on.

@@ -138,11 +138,6 @@ class Engine final : public EngineCalls {
   // rank waited for; of a low-latency operation, which waits for all, any rank.
   std::pair<int, std::string> begun_by_peer();
   void note_interrupt() override;
-  // The word that says there is a record.
-  const uint32_t* error_flag() const {
-    check_open();
-    return &world_.error->is_written;
-  }
   bool is_open() const override { return world_.error != nullptr; }
   bool is_sound() const override {
     return is_open() && __atomic_load_n(&world_.error->is_written, __ATOMIC_RELAXED) == 0;
@@ -242,9 +237,12 @@ class Engine final : public EngineCalls {
   template <class KernelType>
   void launch_in(const World& world, const LaunchConfig& config, typename KernelType::Args args,
                  uint64_t stream);
+  template <class... KernelTypes>
+  void prepare() {
+    (target_.template prepare<KernelTypes>(), ...);
+  }
   template <Collective kOp>
   void prepare_collective();
-  void prepare_matmul();
   // Of this rank alone, for local kernels over rows that came from several nodes.
   World world_alone() const;
 

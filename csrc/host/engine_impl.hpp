@@ -1,6 +1,7 @@
 // Engine's methods, compiled once a target (engine_host.cpp, engine_cuda.cu).
 #pragma once
 
+#include <sstream>
 #include <stdexcept>
 
 #include "device/internode/kernels.cuh"
@@ -14,8 +15,35 @@ namespace deep_comm {
 
 namespace detail {
 
-inline void require(bool condition, const std::string& message) {
-  if (!condition) throw std::invalid_argument(message);
+// The text is made of these parts, if it is needed.
+template <class... Parts>
+void require(bool condition, const Parts&... parts) {
+  if (condition) return;
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
+}
+
+inline void check_channels(const ChannelConfig& config, int most) {
+  require(config.num_channels >= 1 && config.num_channels <= most,
+          "num_channels = ", config.num_channels, ", must lie in 1..", most);
+  require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
+              config.num_send_tokens <= config.num_slots,
+          "num_send_tokens = ", config.num_send_tokens,
+          ", must lie in 1..num_slots = ", config.num_slots);
+}
+
+// Calls visit with the kernel type for rows of that dtype.
+template <template <Dtype> class KernelOf, class Visit>
+void with_dtype(Dtype dtype, const Visit& visit) {
+  switch (dtype) {
+    case Dtype::kBfloat16:
+      return visit(KernelOf<Dtype::kBfloat16>{});
+    case Dtype::kFloat16:
+      return visit(KernelOf<Dtype::kFloat16>{});
+    case Dtype::kFloat32:
+      return visit(KernelOf<Dtype::kFloat32>{});
+  }
 }
 
 // Words that a kernel of this rank releases and the host polls.
@@ -37,20 +65,17 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
     : smem_bytes_limit(target.smem_bytes_limit()), target_(target) {
   using detail::require;
   require(options.num_ranks >= 1 && options.num_ranks <= kMaxRanks,
-          "num_ranks = " + std::to_string(options.num_ranks) + ", must lie in 1.." +
-              std::to_string(kMaxRanks));
-  require(options.rank >= 0 && options.rank < options.num_ranks,
-          "rank = " + std::to_string(options.rank) + ", must lie in 0..num_ranks - 1");
-  require(static_cast<int>(options.peer_bases.size()) == options.num_ranks,
-          "peer_bases has " + std::to_string(options.peer_bases.size()) + " entries for " +
-              std::to_string(options.num_ranks) + " ranks");
+          "num_ranks = ", options.num_ranks, ", must lie in 1..", kMaxRanks);
+  require(options.rank >= 0 && options.rank < options.num_ranks, "rank = ", options.rank,
+          ", must lie in 0..num_ranks - 1");
+  require(static_cast<int>(options.peer_bases.size()) == options.num_ranks, "peer_bases has ",
+          options.peer_bases.size(), " entries for ", options.num_ranks, " ranks");
   world_.rank = options.rank;
   world_.num_ranks = options.num_ranks;
   world_.layout = WorkspaceLayout::make(options.num_ranks, options.num_max_experts);
   world_.timeout_ns = options.timeout_ns;
-  require(options.heap_bytes >= world_.layout.data,
-          "heap_bytes = " + std::to_string(options.heap_bytes) + ", must be at least " +
-              std::to_string(world_.layout.data));
+  require(options.heap_bytes >= world_.layout.data, "heap_bytes = ", options.heap_bytes,
+          ", must be at least ", world_.layout.data);
   for (int rank = 0; rank < options.num_ranks; ++rank) {
     world_.bases[rank] = reinterpret_cast<uint8_t*>(options.peer_bases[rank]);
   }
@@ -61,33 +86,23 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
       target_.allocate_mapped(sizeof(CountsBlock) + sizeof(int32_t) * options.num_max_experts));
   shrink_barrier_result_ =
       static_cast<ShrinkBarrierResult*>(target_.allocate_mapped(sizeof(ShrinkBarrierResult)));
-  target_.template prepare<LayoutKernel>();
-  target_.template prepare<NotifyKernel>();
-  target_.template prepare<DispatchKernel<false, false>>();
-  target_.template prepare<DispatchKernel<false, true>>();
-  target_.template prepare<DispatchKernel<true, false>>();
-  target_.template prepare<DispatchKernel<true, true>>();
-  target_.template prepare<BarrierKernel>();
-  target_.template prepare<NumberRowsKernel>();
-  target_.template prepare<ShrinkBarrierKernel>();
-  target_.template prepare<ExpandKernel>();
-  target_.template prepare<NumberReceivedKernel>();
-  target_.template prepare<ExpandReceivedKernel>();
-  target_.template prepare<TransposeScalesKernel>();
-  target_.template prepare<ReduceExpertsKernel<Dtype::kBfloat16>>();
-  target_.template prepare<ReduceExpertsKernel<Dtype::kFloat16>>();
-  target_.template prepare<ReduceExpertsKernel<Dtype::kFloat32>>();
-  target_.template prepare<CombineKernel<Dtype::kBfloat16>>();
-  target_.template prepare<CombineKernel<Dtype::kFloat16>>();
-  target_.template prepare<CombineKernel<Dtype::kFloat32>>();
+  prepare<LayoutKernel, NotifyKernel, BarrierKernel, ShrinkBarrierKernel>();
+  prepare<DispatchKernel<false, false>, DispatchKernel<false, true>, DispatchKernel<true, false>,
+          DispatchKernel<true, true>>();
+  prepare<NumberRowsKernel, ExpandKernel, NumberReceivedKernel, ExpandReceivedKernel,
+          TransposeScalesKernel>();
+  prepare<ReduceExpertsKernel<Dtype::kBfloat16>, ReduceExpertsKernel<Dtype::kFloat16>,
+          ReduceExpertsKernel<Dtype::kFloat32>>();
+  prepare<CombineKernel<Dtype::kBfloat16>, CombineKernel<Dtype::kFloat16>,
+          CombineKernel<Dtype::kFloat32>>();
   prepare_collective<Collective::kAllGather>();
   prepare_collective<Collective::kReduceScatter>();
   prepare_collective<Collective::kAllReduceOnce>();
   prepare_collective<Collective::kAllReduceTwice>();
   prepare_collective<Collective::kAllReduceNorm>();
-  target_.template prepare<SignalWordKernel>();
-  target_.template prepare<AwaitWordKernel>();
-  prepare_matmul();
+  prepare<SignalWordKernel, AwaitWordKernel, BeginMatmulKernel, AwaitPushKernel, EndMatmulKernel>();
+  prepare<AddSlotsKernel<Dtype::kBfloat16>, AddSlotsKernel<Dtype::kFloat16>,
+          AddSlotsKernel<Dtype::kFloat32>>();
 }
 
 template <class Target>
@@ -152,20 +167,16 @@ void Engine<Target>::note_interrupt() {
 
 template <class Target>
 void Engine<Target>::check_num_experts(int num_experts) const {
-  if (num_experts >= 1 && num_experts <= num_max_experts_) return;  // no text unless it is needed
-  throw std::invalid_argument(
-      "num_experts = " + std::to_string(num_experts) +
-      ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
+  detail::require(num_experts >= 1 && num_experts <= num_max_experts_,
+                  "num_experts = ", num_experts,
+                  ", must lie in 1..num_max_experts = ", num_max_experts_);
 }
 
 template <class Target>
 void Engine<Target>::check_counters(int num_experts, size_t smem_bytes) const {
-  const size_t limit = static_cast<size_t>(smem_bytes_limit);
-  if (smem_bytes <= limit) return;
-  throw std::invalid_argument("num_experts = " + std::to_string(num_experts) +
-                              ", must be fewer: a block counts them in " +
-                              std::to_string(smem_bytes) + " bytes of shared memory, of which it " +
-                              "has " + std::to_string(limit));
+  detail::require(smem_bytes <= static_cast<size_t>(smem_bytes_limit),
+                  "num_experts = ", num_experts, ", must be fewer: a block counts them in ",
+                  smem_bytes, " bytes of shared memory, of which it has ", smem_bytes_limit);
 }
 
 template <class Target>
@@ -314,7 +325,7 @@ void Engine<Target>::shrink_barrier(uint32_t absent, uint32_t number, uint64_t s
   check_open();
   detail::require(!is_internode(), "ranks can be done without inside a node alone");
   detail::require((absent >> world_.rank & 1u) == 0 && absent >> world_.num_ranks == 0,
-                  "absent = " + std::to_string(absent) + ", must name other ranks of the group");
+                  "absent = ", absent, ", must name other ranks of the group");
   World world = world_;
   world.absent = absent;
   *shrink_barrier_result_ = ShrinkBarrierResult{number, 0};
@@ -348,8 +359,8 @@ void Engine<Target>::quiet_rail() {
 template <class Target>
 void Engine<Target>::set_trace(uintptr_t slots, uint32_t num_calls) {
   check_open();
-  detail::require(num_calls > 0 && (num_calls & (num_calls - 1)) == 0,
-                  "num_calls = " + std::to_string(num_calls) + ", must be a power of two");
+  detail::require(num_calls > 0 && (num_calls & (num_calls - 1)) == 0, "num_calls = ", num_calls,
+                  ", must be a power of two");
   world_.trace_slots = reinterpret_cast<TraceSlot*>(slots);
   world_.last_traced_call = num_calls - 1;
 }

@@ -75,14 +75,9 @@ void Engine<Target>::reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
   const LaunchConfig launch_config{.num_blocks = config.num_channels,
                                    .num_threads = kNumThreads,
                                    .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows)};
-  switch (dtype) {
-    case Dtype::kBfloat16:
-      return launch_in<ReduceExpertsKernel<Dtype::kBfloat16>>(world, launch_config, args, stream);
-    case Dtype::kFloat16:
-      return launch_in<ReduceExpertsKernel<Dtype::kFloat16>>(world, launch_config, args, stream);
-    case Dtype::kFloat32:
-      return launch_in<ReduceExpertsKernel<Dtype::kFloat32>>(world, launch_config, args, stream);
-  }
+  detail::with_dtype<ReduceExpertsKernel>(dtype, [&]<class KernelType>(KernelType) {
+    launch_in<KernelType>(world, launch_config, args, stream);
+  });
 }
 
 template <class Target>

@@ -11,8 +11,8 @@ namespace detail {
 inline void check_rail(const RailConfig& config) {
   require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
               config.num_send_tokens <= config.num_slots,
-          "num_rail_send_tokens = " + std::to_string(config.num_send_tokens) +
-              ", must lie in 1..num_rail_slots = " + std::to_string(config.num_slots));
+          "num_rail_send_tokens = ", config.num_send_tokens,
+          ", must lie in 1..num_rail_slots = ", config.num_slots);
 }
 
 }  // namespace detail
@@ -25,22 +25,18 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   require(!is_internode() && num_launches_ == 0,
           "the tier between nodes is enabled once, before any launch");
   require(options.num_nodes >= 1 && options.node >= 0 && options.node < options.num_nodes,
-          "node = " + std::to_string(options.node) +
-              ", must lie in 0..num_nodes - 1 = " + std::to_string(options.num_nodes - 1));
+          "node = ", options.node, ", must lie in 0..num_nodes - 1 = ", options.num_nodes - 1);
   num_rail_peers_ = static_cast<int>(options.rail_bases.size());
   require(num_rail_peers_ == options.num_nodes ||
               num_rail_peers_ == options.num_nodes * (1 + num_local),
-          "rail_bases has " + std::to_string(num_rail_peers_) + " entries for " +
-              std::to_string(options.num_nodes) +
-              " nodes, and may have as many more as there are ranks");
-  require(options.num_qps >= 1,
-          "num_qps = " + std::to_string(options.num_qps) + ", must be at least 1");
+          "rail_bases has ", num_rail_peers_, " entries for ", options.num_nodes,
+          " nodes, and may have as many more as there are ranks");
+  require(options.num_qps >= 1, "num_qps = ", options.num_qps, ", must be at least 1");
   const size_t words = rail_workspace_bytes(options.num_nodes, num_local, num_max_experts_);
   require(options.num_bytes % kLineBytes == 0 && options.num_bytes >= words &&
               options.num_bytes <= data_bytes_,
-          "num_bytes = " + std::to_string(options.num_bytes) +
-              ", must be a multiple of 128, at least " + std::to_string(words) +
-              ", within the heap");
+          "num_bytes = ", options.num_bytes, ", must be a multiple of 128, at least ", words,
+          ", within the heap");
   data_bytes_ -= options.num_bytes;
   rail_ring_bytes_ = options.num_bytes - words;
   const size_t num_counters = static_cast<size_t>(num_rail_peers_) * options.num_qps;
@@ -63,18 +59,14 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
                                         num_local, num_max_experts_);
   InternodeDispatchArgs of_rings{};  // direct mode only takes what they leave
   require(plan_tier_direct(of_rings) <= static_cast<size_t>(target_.smem_bytes_limit()),
-          "num_nodes = " + std::to_string(options.num_nodes) +
-              ", some words for each must fit in a block's shared memory");
+          "num_nodes = ", options.num_nodes,
+          ", some words for each must fit in a block's shared memory");
   if constexpr (Target::kHasRail) {
-    target_.template prepare<InternodeLayoutKernel>();
-    target_.template prepare<InternodeCountKernel>();
-    target_.template prepare<InternodeNotifyKernel>();
-    target_.template prepare<InternodeBarrierKernel>();
-    target_.template prepare<InternodeDispatchKernel<false>>();
-    target_.template prepare<InternodeDispatchKernel<true>>();
-    target_.template prepare<InternodeCombineKernel<Dtype::kBfloat16>>();
-    target_.template prepare<InternodeCombineKernel<Dtype::kFloat16>>();
-    target_.template prepare<InternodeCombineKernel<Dtype::kFloat32>>();
+    prepare<InternodeLayoutKernel, InternodeCountKernel, InternodeNotifyKernel,
+            InternodeBarrierKernel>();
+    prepare<InternodeDispatchKernel<false>, InternodeDispatchKernel<true>>();
+    prepare<InternodeCombineKernel<Dtype::kBfloat16>, InternodeCombineKernel<Dtype::kFloat16>,
+            InternodeCombineKernel<Dtype::kFloat32>>();
   } else {
     require(false, "this build has no rail for this target");
   }
@@ -93,24 +85,16 @@ void Engine<Target>::make_rings(const ChannelConfig& config, const RailConfig& r
                                 RingLayout* ring, RailRings* rail_rings) const {
   using detail::require;
   require(is_internode(), "the tier between nodes is not enabled");
-  require(config.num_channels >= 1 && config.num_channels <= kMaxRailChannels,
-          "num_channels = " + std::to_string(config.num_channels) + ", must lie in 1.." +
-              std::to_string(kMaxRailChannels));
-  require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
-              config.num_send_tokens <= config.num_slots,
-          "num_send_tokens = " + std::to_string(config.num_send_tokens) +
-              ", must lie in 1..num_slots = " + std::to_string(config.num_slots));
+  detail::check_channels(config, kMaxRailChannels);
   detail::check_rail(rail);
   *ring = {world_.num_ranks, config.num_channels, config.num_slots,
            static_cast<size_t>(slot_bytes)};
   *rail_rings = {tiers_.num_nodes(), config.num_channels, rail.num_slots, slot_bytes,
                  tiers_.rail.layout.data};
-  require(ring->num_bytes() <= data_bytes_,
-          "the rings inside the node need " + std::to_string(ring->num_bytes()) +
-              " bytes, num_nvl_bytes gives " + std::to_string(data_bytes_));
-  require(rail_rings->num_bytes() <= rail_ring_bytes_,
-          "the rings between nodes need " + std::to_string(rail_rings->num_bytes()) +
-              " bytes, num_rdma_bytes gives " + std::to_string(rail_ring_bytes_));
+  require(ring->num_bytes() <= data_bytes_, "the rings inside the node need ", ring->num_bytes(),
+          " bytes, num_nvl_bytes gives ", data_bytes_);
+  require(rail_rings->num_bytes() <= rail_ring_bytes_, "the rings between nodes need ",
+          rail_rings->num_bytes(), " bytes, num_rdma_bytes gives ", rail_ring_bytes_);
 }
 
 template <class Target>
@@ -142,8 +126,8 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
     return args.header.fields[static_cast<int>(name)];
   };
   const int row_bytes = field(RailField::kRowBytes);
-  require(row_bytes > 0 && row_bytes % 16 == 0,
-          "row_bytes = " + std::to_string(row_bytes) + ", must be a positive multiple of 16");
+  require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = ", row_bytes,
+          ", must be a positive multiple of 16");
   check_num_experts(args.num_experts);
   const RailMessage message{row_bytes, field(RailField::kScaleRowBytes),
                             field(RailField::kNumTopk)};
@@ -379,8 +363,8 @@ template <class Target>
 void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
                                        const ChannelConfig& config, const RailConfig& rail,
                                        int num_topk, int row_bytes, uint64_t stream) {
-  detail::require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = " + std::to_string(row_bytes) +
-                                                            ", must be a positive multiple of 16");
+  detail::require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = ", row_bytes,
+                  ", must be a positive multiple of 16");
   args.tiers = tiers_;
   args.message = {row_bytes, num_topk};
   make_rings(config, rail, args.message.slot_bytes(), &args.ring, &args.rail_rings);
@@ -398,16 +382,11 @@ void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
   if constexpr (Target::kHasRail) {
     const LaunchConfig launch_config = shape_combine(args, config);
     detail::require(launch_config.smem_bytes <= static_cast<size_t>(target_.smem_bytes_limit()),
-                    "num_nodes = " + std::to_string(tiers_.num_nodes()) +
-                        ", a word for each must fit in a block's shared memory");
-    switch (dtype) {
-      case Dtype::kBfloat16:
-        return launch<InternodeCombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
-      case Dtype::kFloat16:
-        return launch<InternodeCombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
-      case Dtype::kFloat32:
-        return launch<InternodeCombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
-    }
+                    "num_nodes = ", tiers_.num_nodes(),
+                    ", a word for each must fit in a block's shared memory");
+    detail::with_dtype<InternodeCombineKernel>(dtype, [&]<class KernelType>(KernelType) {
+      launch<KernelType>(launch_config, args, stream);
+    });
   }
 }
 

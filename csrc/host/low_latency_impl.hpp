@@ -11,9 +11,8 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink, bool 
   check_open();
   require(low_latency_bytes_ == 0 && num_launches_ == 0,
           "low-latency mode is enabled once, before any launch");
-  require(
-      num_bytes % kLineBytes == 0 && num_bytes <= data_bytes_,
-      "num_bytes = " + std::to_string(num_bytes) + ", must be a multiple of 128 within the heap");
+  require(num_bytes % kLineBytes == 0 && num_bytes <= data_bytes_, "num_bytes = ", num_bytes,
+          ", must be a multiple of 128 within the heap");
   data_bytes_ -= num_bytes;
   low_latency_bytes_ = num_bytes;
   can_shrink_ = can_shrink;
@@ -23,51 +22,46 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink, bool 
   if (begins_early && target_.can_begin_early()) early_launches_.join(target_.device());
   // The common kernels are there without what masks need, too.
   if (can_shrink_) {
-    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
-    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8>>();
-    target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
-    target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced>>();
+    prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>,
+            LowLatencyDispatchKernel<PayloadFormat::kFp8>,
+            LowLatencyCombineKernel<CombineRows::kSums>,
+            LowLatencyCombineKernel<CombineRows::kReduced>>();
   } else {
-    const auto prepare = [this]<DispatchRows kRows, bool kTakesTurns>() {
-      target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16, false, kRows>>();
-      target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8, false, kRows>>();
-      target_.template prepare<
-          LowLatencyCombineKernel<CombineRows::kSums, false, false, kTakesTurns>>();
-      target_.template prepare<
-          LowLatencyCombineKernel<CombineRows::kReduced, false, false, kTakesTurns>>();
+    const auto prepare_form = [this]<DispatchRows kRows, bool kTakesTurns>() {
+      prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16, false, kRows>,
+              LowLatencyDispatchKernel<PayloadFormat::kFp8, false, kRows>,
+              LowLatencyCombineKernel<CombineRows::kSums, false, false, kTakesTurns>,
+              LowLatencyCombineKernel<CombineRows::kReduced, false, false, kTakesTurns>>();
     };
-    prepare.template operator()<DispatchRows::kStrips, false>();
-    prepare.template operator()<DispatchRows::kHalves, false>();
-    prepare.template operator()<DispatchRows::kWhole, true>();
-    prepare.template operator()<DispatchRows::kMany, true>();
+    prepare_form.template operator()<DispatchRows::kStrips, false>();
+    prepare_form.template operator()<DispatchRows::kHalves, false>();
+    prepare_form.template operator()<DispatchRows::kWhole, true>();
+    prepare_form.template operator()<DispatchRows::kMany, true>();
   }
-  target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>();
-  target_.template prepare<LowLatencyCombineKernel<CombineRows::kSelections>>();
-  target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums, true>>();
-  target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced, true>>();
+  prepare<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>,
+          LowLatencyCombineKernel<CombineRows::kSelections>,
+          LowLatencyCombineKernel<CombineRows::kSums, true>,
+          LowLatencyCombineKernel<CombineRows::kReduced, true>>();
 }
 
 template <class Target>
 LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) const {
   using detail::require;
   require(shape.num_blocks >= 1 && shape.num_blocks <= kMaxLowLatencyBlocks,
-          "num_blocks = " + std::to_string(shape.num_blocks) + ", must lie in 1.." +
-              std::to_string(kMaxLowLatencyBlocks));
+          "num_blocks = ", shape.num_blocks, ", must lie in 1..", kMaxLowLatencyBlocks);
   require(shape.num_max_tokens >= 1 && shape.num_max_tokens < 1 << 16,
-          "num_max_tokens = " + std::to_string(shape.num_max_tokens) + ", must lie in 1..65535");
+          "num_max_tokens = ", shape.num_max_tokens, ", must lie in 1..65535");
   check_num_experts(shape.num_experts);
-  require(shape.num_topk >= 1 && shape.num_topk <= 2 * kWarpSize,
-          "num_topk = " + std::to_string(shape.num_topk) + ", must lie in 1..64");
+  require(shape.num_topk >= 1 && shape.num_topk <= 2 * kWarpSize, "num_topk = ", shape.num_topk,
+          ", must lie in 1..64");
   const int multiple = shape.num_scales == 0             ? 8
                        : shape.row_bytes >= shape.hidden ? kScaleBlock
                                                          : kFp4ScaleWord;
-  require(shape.hidden >= 8 && shape.hidden % multiple == 0,
-          "hidden = " + std::to_string(shape.hidden) +
-              ", must be a positive multiple of 8, of 128 for FP8, of 64 for NVFP4");
+  require(shape.hidden >= 8 && shape.hidden % multiple == 0, "hidden = ", shape.hidden,
+          ", must be a positive multiple of 8, of 128 for FP8, of 64 for NVFP4");
   const size_t needed = low_latency_bytes_for(shape, false);
-  require(needed <= low_latency_bytes_, "this shape needs a low-latency region of " +
-                                            std::to_string(needed) + " bytes, there are " +
-                                            std::to_string(low_latency_bytes_));
+  require(needed <= low_latency_bytes_, "this shape needs a low-latency region of ", needed,
+          " bytes, there are ", low_latency_bytes_);
   const size_t smem_bytes = low_latency_smem_bytes(shape);
   check_counters(shape.num_experts, smem_bytes);
   return {.num_blocks = shape.num_blocks,
@@ -107,14 +101,11 @@ inline uint32_t low_latency_signature(Kernel kernel, const LowLatencyShape& shap
 
 // In every call: no text is made unless it is needed.
 inline void check_call(const Phases& phases, int num_tokens, const LowLatencyPlan& plan) {
-  if (!phases.send && !phases.receive) throw std::invalid_argument("an operation without a phase");
-  if (!phases.send && phases.ticket == nullptr) {
-    throw std::invalid_argument("the receive phase alone needs the ticket of its send phase");
-  }
-  if (num_tokens < 0 || num_tokens > plan.options.num_max_tokens) {
-    throw std::invalid_argument("num_tokens = " + std::to_string(num_tokens) +
-                                ", must lie in 0..num_max_tokens");
-  }
+  require(phases.send || phases.receive, "an operation without a phase");
+  require(phases.send || phases.ticket != nullptr,
+          "the receive phase alone needs the ticket of its send phase");
+  require(num_tokens >= 0 && num_tokens <= plan.options.num_max_tokens, "num_tokens = ", num_tokens,
+          ", must lie in 0..num_max_tokens");
 }
 
 }  // namespace detail

@@ -22,8 +22,8 @@ struct LowLatencyOptions {
 };
 
 inline constexpr int kNumCombineRows = 3;
-inline constexpr int kLogFmtRows =
-    kNumCombineRows;  // added to sums and reduced rows that travel in LogFMT
+// Added to sums and reduced rows that travel in LogFMT.
+inline constexpr int kLogFmtRows = kNumCombineRows;
 
 struct LowLatencyPlan {
   LowLatencyOptions options;

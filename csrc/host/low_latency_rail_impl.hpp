@@ -13,11 +13,10 @@ void Engine<Target>::enable_low_latency_rail(size_t num_bytes) {
   const int num_ranks = num_group_ranks();
   require(num_rail_peers_ == tiers_.num_nodes() + num_ranks,
           "low-latency mode between nodes needs every rank's segment as a rail peer");
-  require(num_ranks < 1 << 15,
-          "num_ranks = " + std::to_string(num_ranks) + ", must be less than 32768");
+  require(num_ranks < 1 << 15, "num_ranks = ", num_ranks, ", must be less than 32768");
   const size_t num_words = low_latency_rail_workspace_bytes(num_ranks, num_max_experts_);
-  require(num_words <= data_bytes_, "the words of low-latency mode between nodes need " +
-                                        std::to_string(num_words) + " bytes of the heap");
+  require(num_words <= data_bytes_, "the words of low-latency mode between nodes need ", num_words,
+          " bytes of the heap");
   data_bytes_ -= num_words;
   const size_t begin = world_.layout.data + data_bytes_;
   RailReach& reach = low_latency_reach_;
@@ -29,14 +28,14 @@ void Engine<Target>::enable_low_latency_rail(size_t num_bytes) {
   reach.group.num_near = world_.num_ranks;
   reach.group.first_peer = tiers_.num_nodes();
   reach.group.port = tiers_.rail.port;
-  target_.template prepare<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>>();
-  target_.template prepare<LowLatencyRailDispatchKernel<PayloadFormat::kFp8>>();
-  target_.template prepare<LowLatencyRailDispatchKernel<PayloadFormat::kNvFp4>>();
-  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kSums>>();
-  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kReduced>>();
-  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kSelections>>();
-  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kSums, true>>();
-  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kReduced, true>>();
+  prepare<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>,
+          LowLatencyRailDispatchKernel<PayloadFormat::kFp8>,
+          LowLatencyRailDispatchKernel<PayloadFormat::kNvFp4>>();
+  prepare<LowLatencyRailCombineKernel<CombineRows::kSums>,
+          LowLatencyRailCombineKernel<CombineRows::kReduced>,
+          LowLatencyRailCombineKernel<CombineRows::kSelections>,
+          LowLatencyRailCombineKernel<CombineRows::kSums, true>,
+          LowLatencyRailCombineKernel<CombineRows::kReduced, true>>();
 }
 
 template <class Target>

@@ -19,33 +19,25 @@ typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& con
                                                         const MessageLayout& message,
                                                         int num_senders) const {
   using detail::require;
-  require(config.num_channels >= 1 && config.num_channels <= kMaxChannels,
-          "num_channels = " + std::to_string(config.num_channels) + ", must lie in 1.." +
-              std::to_string(kMaxChannels));
-  require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
-              config.num_send_tokens <= config.num_slots,
-          "num_send_tokens = " + std::to_string(config.num_send_tokens) +
-              ", must lie in 1..num_slots = " + std::to_string(config.num_slots));
-  require(
-      message.row_bytes > 0 && message.row_bytes % 16 == 0,
-      "row_bytes = " + std::to_string(message.row_bytes) + ", must be a positive multiple of 16");
+  detail::check_channels(config, kMaxChannels);
+  require(message.row_bytes > 0 && message.row_bytes % 16 == 0, "row_bytes = ", message.row_bytes,
+          ", must be a positive multiple of 16");
   Shape shape{};
   shape.num_senders = num_senders;
   const int warp_limit = min_of(
       Target::kTuning.sender_smem_bytes,
       (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / max_of(1, shape.num_senders));
   require(warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages),
-          "scales and top-k of one token take " + std::to_string(message.meta_bytes) +
-              " bytes: too many for the stages of a warp, which has " + std::to_string(warp_limit));
+          "scales and top-k of one token take ", message.meta_bytes,
+          " bytes: too many for the stages of a warp, which has ", warp_limit);
   const bool has_room =
       warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kGoodStages);
   shape.stage = StageLayout::make(message.row_bytes, message.meta_bytes, warp_limit,
                                   has_room ? StagePipe::kGoodStages : StagePipe::kMinStages,
                                   StagePipe::kMaxStages);
   shape.ring = {world_.num_ranks, config.num_channels, config.num_slots, message.slot_bytes()};
-  require(shape.ring.num_bytes() <= data_bytes_,
-          "the rings need " + std::to_string(shape.ring.num_bytes()) +
-              " bytes, num_nvl_bytes gives " + std::to_string(data_bytes_));
+  require(shape.ring.num_bytes() <= data_bytes_, "the rings need ", shape.ring.num_bytes(),
+          " bytes, num_nvl_bytes gives ", data_bytes_);
   return shape;
 }
 
@@ -188,9 +180,8 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
     const int fewest_bytes = StageLayout::make_cast(kScaleBlock, room).warp_bytes();
     args.num_move_warps = max_of(1, min_of(tuning.num_direct_cast_warps, room / fewest_bytes));
     args.direct_stage = StageLayout::make_cast(options.row_bytes, room / args.num_move_warps);
-    detail::require(args.direct_stage.num_stages > 0,
-                    "smem_bytes_limit = " + std::to_string(smem_bytes_limit) +
-                        ", quantising needs stages of 512 elements");
+    detail::require(args.direct_stage.num_stages > 0, "smem_bytes_limit = ", smem_bytes_limit,
+                    ", quantising needs stages of 512 elements");
     return;
   }
   const int most_rows = max_of(kDirectRows, kDirectRowBytes / options.row_bytes);
@@ -302,10 +293,9 @@ void Engine<Target>::dispatch(const DispatchPlan& plan, const DispatchArgs& args
 template <class Target>
 void Engine<Target>::check_block(const char* what, uint32_t line, size_t num_bytes) const {
   const size_t begin = static_cast<size_t>(line) * kLineBytes;
-  if (begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_) return;
-  throw std::invalid_argument(std::string(what) + " of " + std::to_string(num_bytes) +
-                              " bytes at " + std::to_string(begin) +
-                              " must lie in the data region");
+  detail::require(
+      begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_, what,
+      " of ", num_bytes, " bytes at ", begin, " must lie in the data region");
 }
 
 template <class Target>
@@ -332,10 +322,9 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   const int num_reduce_warps =
       min_of(Target::kTuning.num_reduce_warps, kMaxWarps - num_senders - 2);
   static_assert(Target::kTuning.num_reduce_warps <= CombineEntry::kMaxReduceWarps);
-  detail::require(
-      few_rows.most_rows == 0 ||
-          (few_rows.num_sms >= config.num_channels && few_rows.num_sms <= kMaxChannels),
-      "few_rows_sms = " + std::to_string(few_rows.num_sms) + ", must not be below num_channels");
+  detail::require(few_rows.most_rows == 0 ||
+                      (few_rows.num_sms >= config.num_channels && few_rows.num_sms <= kMaxChannels),
+                  "few_rows_sms = ", few_rows.num_sms, ", must not be below num_channels");
   CombinePlan plan{};
   plan.dtype = dtype;
   plan.few_rows = few_rows;
@@ -400,14 +389,9 @@ void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t
     check_block("staging", args.staging_line,
                 static_cast<size_t>(args.num_staging_rows) * args.message.slot_bytes());
   }
-  switch (plan.dtype) {
-    case Dtype::kBfloat16:
-      return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
-    case Dtype::kFloat16:
-      return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
-    case Dtype::kFloat32:
-      return launch<CombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
-  }
+  detail::with_dtype<CombineKernel>(plan.dtype, [&]<class KernelType>(KernelType) {
+    launch<KernelType>(launch_config, args, stream);
+  });
 }
 
 }  // namespace deep_comm

@@ -116,15 +116,6 @@ struct TensorSpec {
     for (int dim = 0; dim < num_dims; ++dim) product *= shape[dim];
     return product;
   }
-  // Others than `of` gives.
-  bool has_own_strides() const {
-    int64_t stride = 1;
-    for (int dim = num_dims - 1; dim >= 0; --dim) {
-      if (strides[dim] != stride) return true;
-      stride *= shape[dim] > 1 ? shape[dim] : 1;
-    }
-    return false;
-  }
   // Of memory without gaps.
   size_t num_bytes() const { return static_cast<size_t>(num_elements()) * type.num_bytes; }
 };

@@ -42,8 +42,8 @@ template <class Target>
 template <Collective kOp>
 void Engine<Target>::prepare_collective() {
   for (const Dtype dtype : {Dtype::kBfloat16, Dtype::kFloat16, Dtype::kFloat32}) {
-    detail::with_collective<kOp>(
-        dtype, [&]<class KernelType>(KernelType) { target_.template prepare<KernelType>(); });
+    detail::with_collective<kOp>(dtype,
+                                 [this]<class KernelType>(KernelType) { prepare<KernelType>(); });
   }
 }
 
@@ -97,16 +97,6 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int element_ty
 }
 
 template <class Target>
-void Engine<Target>::prepare_matmul() {
-  target_.template prepare<BeginMatmulKernel>();
-  target_.template prepare<AwaitPushKernel>();
-  target_.template prepare<EndMatmulKernel>();
-  target_.template prepare<AddSlotsKernel<Dtype::kBfloat16>>();
-  target_.template prepare<AddSlotsKernel<Dtype::kFloat16>>();
-  target_.template prepare<AddSlotsKernel<Dtype::kFloat32>>();
-}
-
-template <class Target>
 void Engine<Target>::begin_matmul(MatmulArgs args, int digest, uint64_t stream) {
   detail::require(!is_internode(), "products serve ranks inside a node");
   args.signature = Operation::signature(Kernel::kMatmul, &digest, 1);
@@ -136,14 +126,8 @@ void Engine<Target>::add_slots(const AddSlotsArgs& args, Dtype dtype, uint64_t s
       Target::kTuning.most_local_blocks, ceil_div<int64_t>(args.slot_vecs, kVecsOfBlock)));
   const LaunchConfig config{
       .num_blocks = num_blocks, .num_threads = Target::kTuning.add_slots_threads, .smem_bytes = 0};
-  switch (dtype) {
-    case Dtype::kBfloat16:
-      return launch<AddSlotsKernel<Dtype::kBfloat16>>(config, args, stream);
-    case Dtype::kFloat16:
-      return launch<AddSlotsKernel<Dtype::kFloat16>>(config, args, stream);
-    case Dtype::kFloat32:
-      return launch<AddSlotsKernel<Dtype::kFloat32>>(config, args, stream);
-  }
+  detail::with_dtype<AddSlotsKernel>(
+      dtype, [&]<class KernelType>(KernelType) { launch<KernelType>(config, args, stream); });
 }
 
 template <class Target>

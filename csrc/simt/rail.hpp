@@ -28,8 +28,8 @@ struct RailOp {
   const uint8_t* src;
   uint32_t num_bytes;
   uint64_t value;
-  std::vector<uint8_t> early =
-      {};  // what the NIC has read when it was posted; empty: it reads later
+  // What the NIC has read when it was posted; empty: it reads later.
+  std::vector<uint8_t> early = {};
 };
 
 // What one rank has posted on one queue so far.

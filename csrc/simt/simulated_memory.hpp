@@ -125,8 +125,19 @@ class SimulatedMemory {
   void drop_grid(GridRun& run);    // a killed rank: what nobody has seen is lost
 
  private:
+  // Lines that a buffer holds before it must let one go.
+  static constexpr size_t kFiberLines = 64;
+  static constexpr size_t kWarpLines = 256;
+  static constexpr size_t kBlockLines = 1024;
+  static constexpr size_t kRankLines = 4096;
+
   // How a line looks to a fiber, place by place.
-  struct Layers;
+  struct Layers {
+    uint8_t memory[kLineBytes];
+    StoreLine rank, block;  // valid 0: none
+
+    void take_back(const Change& change);
+  };
 
   StoreBuffer* take_buffer(StoreBuffer* outer, size_t bound, LastPushes* pushes);
   void give_back(StoreBuffer*& buffer);

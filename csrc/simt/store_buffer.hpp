@@ -13,6 +13,11 @@ using LineKey = uintptr_t;                  // address / kLineBytes
 inline LineKey line_key(const void* address) {
   return reinterpret_cast<uintptr_t>(address) / kLineBytes;
 }
+// The bytes of an access in its line.
+inline uint16_t valid_mask(const void* address, unsigned num_bytes) {
+  const unsigned offset = reinterpret_cast<uintptr_t>(address) % kLineBytes;
+  return static_cast<uint16_t>(((1u << num_bytes) - 1) << offset);
+}
 inline uint64_t line_hash(LineKey key) { return key * 0x9e3779b97f4a7c15u; }
 
 struct LastPushes;

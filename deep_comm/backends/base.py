@@ -70,15 +70,9 @@ class Backend(Protocol):
         on every rank if it fails on one.
         """
 
-    def create_engine(
-        self,
-        rendezvous: Rendezvous,
-        topology: Topology,
-        heap: Heap,
-        num_max_experts: int,
-        timeout_ns: int,
-    ) -> _core.Engine:
-        """Of this rank and the others of its node."""
+    def create_engine(self, rendezvous: Rendezvous, **arguments: Any) -> _core.Engine:
+        """Of this rank and the others of its node, with these arguments of Engine and the
+        target's own."""
 
     def comm_stream(self) -> torch.cuda.Stream:
         """Raises UnsupportedError on the host target."""

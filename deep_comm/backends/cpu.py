@@ -137,25 +137,9 @@ class CpuBackend:
             return _ThreadHeap(rendezvous, num_bytes)
         return _SegmentHeap(rendezvous, num_bytes)
 
-    def create_engine(
-        self,
-        rendezvous: Rendezvous,
-        topology: Topology,
-        heap: Heap,
-        num_max_experts: int,
-        timeout_ns: int,
-    ) -> _core.Engine:
+    def create_engine(self, rendezvous: Rendezvous, **arguments: Any) -> _core.Engine:
         machine_rank = rendezvous.machine_rank if rendezvous.machine_rank >= 0 else rendezvous.rank
-        return _core.Engine(
-            rank=topology.local_rank(rendezvous.rank),
-            num_ranks=topology.ranks_per_node,
-            device=machine_rank,
-            peer_bases=[heap.peer_bases[rank] for rank in topology.node_members(rendezvous.rank)],
-            heap_bytes=heap.num_bytes,
-            num_max_experts=num_max_experts,
-            timeout_ns=timeout_ns,
-            simulation=rendezvous.simulation,
-        )
+        return _core.Engine(device=machine_rank, simulation=rendezvous.simulation, **arguments)
 
     def comm_stream(self) -> torch.cuda.Stream:
         raise UnsupportedError("the host target has no streams")

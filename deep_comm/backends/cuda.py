@@ -160,23 +160,8 @@ class CudaBackend:
             return NvshmemHeap(rendezvous, self._index, num_bytes, topology, num_qps)
         return _CudaHeap(rendezvous, self._index, num_bytes)
 
-    def create_engine(
-        self,
-        rendezvous: Rendezvous,
-        topology: Topology,
-        heap: Heap,
-        num_max_experts: int,
-        timeout_ns: int,
-    ) -> _core.Engine:
-        return _Engine(
-            rank=topology.local_rank(rendezvous.rank),
-            num_ranks=topology.ranks_per_node,
-            device=self._index,
-            peer_bases=[heap.peer_bases[rank] for rank in topology.node_members(rendezvous.rank)],
-            heap_bytes=heap.num_bytes,
-            num_max_experts=num_max_experts,
-            timeout_ns=timeout_ns,
-        )
+    def create_engine(self, rendezvous: Rendezvous, **arguments: Any) -> _core.Engine:
+        return _Engine(device=self._index, **arguments)
 
     def mark(self) -> _core.Event:
         return streams_of(self._index).mark(current_raw_stream(self._index))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +35,9 @@ class Section:
             self._scope.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._comm is not None:
-            self._scope.__exit__(exc_type, exc_value, traceback)
+            self._scope.__exit__(*raised)
 
     def finish(
         self, inputs: Iterable[Tensor | None], outputs: Iterable[Tensor | None]

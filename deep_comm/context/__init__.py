@@ -168,18 +168,23 @@ class Context:
 
         def create_engine() -> None:
             nonlocal rail_reads_late
-            timeout_ns = int(settings.timeout_s * 1e9)
-            engines.append(
-                self.backend.create_engine(
-                    self.rendezvous, self.topology, self.heap, self.num_max_experts, timeout_ns
-                )
+            node_members = topology.node_members(self.rank)
+            engine = self.backend.create_engine(
+                self.rendezvous,
+                rank=topology.local_rank(self.rank),
+                num_ranks=topology.ranks_per_node,
+                peer_bases=[self.heap.peer_bases[rank] for rank in node_members],
+                heap_bytes=self.heap.num_bytes,
+                num_max_experts=self.num_max_experts,
+                timeout_ns=int(settings.timeout_s * 1e9),
             )
+            engines.append(engine)
             if is_internode:
                 peers = [*topology.rail_members(self.rank)]
                 if self.low_latency_bytes > 0:  # whose rows go straight to every rank
                     peers += range(self.num_ranks)
                 rail_reads_late = self.heap.rail_reads_late(peers)
-                engines[0].enable_internode(
+                engine.enable_internode(
                     node=topology.node(self.rank),
                     num_nodes=topology.num_nodes,
                     num_qps=settings.num_qps,
@@ -187,7 +192,7 @@ class Context:
                     **self.heap.rail_arguments(peers),
                 )
             if self.low_latency_bytes > 0:
-                engines[0].enable_low_latency(
+                engine.enable_low_latency(
                     num_bytes=self.low_latency_bytes,
                     can_shrink=settings.enable_shrink,
                     begins_early=env.EARLY_LAUNCHES.get(),

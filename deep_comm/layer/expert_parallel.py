@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -231,12 +230,7 @@ class ExpertParallel(torch.nn.Module):
     def __enter__(self) -> ExpertParallel:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.destroy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:

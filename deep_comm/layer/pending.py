@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -44,11 +43,6 @@ class Pending(Generic[T]):
     def __enter__(self) -> Pending[T]:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         # Also behind an exception: the peers count on this rank's receive phase.
         self.result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,6 +297,18 @@ def open_buffer(group: Any, case: LowLatencyCase, **options: Any) -> deep_comm.B
     )  # fmt: skip
 
 
+def on_case(
+    body: Callable[[deep_comm.Buffer], Any], case: LowLatencyCase, **options: Any
+) -> list[Any]:
+    """As on_buffers, with Buffers that the case's calls fit into."""
+
+    def main(group: local.ThreadGroup) -> Any:
+        with open_buffer(group, case, **options) as buffer:
+            return body(buffer)
+
+    return local.run(main, case.num_ranks, timeout_s=250)
+
+
 def run_case(group: Any, case: LowLatencyCase, **options: Any) -> list[Received]:
     with open_buffer(group, case, **options) as buffer:
         buffer.runtime.low_latency_hand_on_tokens = case.hand_on
@@ -364,26 +376,25 @@ def check_logfmt(case: LowLatencyCase, scale: float) -> None:
     """Rows whose elements span ``scale`` binary orders: sums of use_logfmt within the stated error,
     bit for bit the same in one phase and in two; ranks are threads."""
 
-    def main(group: Any) -> tuple[Tensor, Tensor]:
-        with open_buffer(group, case) as buffer:
-            pair = Pair(buffer, case, 0)
-            pair.dispatch()
-            generator = torch.Generator().manual_seed(buffer.rank)
-            shape = pair.handle.rows_shape
-            exponents = torch.rand(*shape, generator=generator) * scale - scale / 2
-            signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-            rows = (torch.exp2(exponents) * signs).to(torch.bfloat16)
-            rows[..., 3::16] = 0.0
-            weights = None if case.weights_ahead or case.compact else pair.weights
-            arguments = (rows, pair.idx, weights, pair.handle, True)
-            combined = buffer.low_latency_combine(*arguments)[0]
-            out = torch.empty_like(combined)
-            hook = buffer.low_latency_combine(*arguments, return_recv_hook=True, out=out)[2]
-            hook()
-            assert torch.equal(out, combined)
-            return rows, combined
+    def main(buffer: deep_comm.Buffer) -> tuple[Tensor, Tensor]:
+        pair = Pair(buffer, case, 0)
+        pair.dispatch()
+        generator = torch.Generator().manual_seed(buffer.rank)
+        shape = pair.handle.rows_shape
+        exponents = torch.rand(*shape, generator=generator) * scale - scale / 2
+        signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+        rows = (torch.exp2(exponents) * signs).to(torch.bfloat16)
+        rows[..., 3::16] = 0.0
+        weights = None if case.weights_ahead or case.compact else pair.weights
+        arguments = (rows, pair.idx, weights, pair.handle, True)
+        combined = buffer.low_latency_combine(*arguments)[0]
+        out = torch.empty_like(combined)
+        hook = buffer.low_latency_combine(*arguments, return_recv_hook=True, out=out)[2]
+        hook()
+        assert torch.equal(out, combined)
+        return rows, combined
 
-    results = local.run(main, case.num_ranks, timeout_s=60)
+    results = on_case(main, case)
     xs, idxs, weights = zip(
         *(inputs_of(case, rank, 0) for rank in range(case.num_ranks)), strict=True
     )

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from on_buffers import on_buffers
 
 import deep_comm
-from deep_comm import local
 
 R, T, M, H, K, E = 2, 7, 9, 256, 3, 6
 
@@ -20,14 +20,11 @@ CASTS: dict[str, dict[str, bool]] = {
 
 
 def on_ranks(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any) -> list[Any]:
-    def main(group: local.ThreadGroup) -> Any:
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, num_ranks, E)
-        with deep_comm.Buffer(
-            group, 0, num_bytes, low_latency_mode=True, timeout_s=20, **{"device": "cpu", **options}
-        ) as buffer:
-            return body(buffer, group.rank())
-
-    return local.run(main, num_ranks, timeout_s=120)
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, num_ranks, E)
+    return on_buffers(
+        lambda buffer: body(buffer, buffer.rank), num_ranks, 0, num_bytes, low_latency_mode=True,
+        timeout_s=20, **options,
+    )  # fmt: skip
 
 
 def inputs(rank: int, num_tokens: int = T, idx_dtype: torch.dtype = torch.int64) -> Any:
@@ -64,13 +61,9 @@ class Marked(torch.Tensor):
 
 
 def on_normal(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any) -> None:
-    def main(group: local.ThreadGroup) -> Any:
-        with deep_comm.Buffer(
-            group, 8 << 20, timeout_s=20, **{"device": "cpu", **options}
-        ) as buffer:
-            return body(buffer, group.rank())
-
-    local.run(main, num_ranks, timeout_s=120)
+    on_buffers(
+        lambda buffer: body(buffer, buffer.rank), num_ranks, 8 << 20, timeout_s=20, **options
+    )
 
 
 def to_rank(rank: int, num_tokens: int) -> dict[str, Any]:

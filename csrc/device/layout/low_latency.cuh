@@ -173,8 +173,8 @@ struct LowLatencyRegion {
 // destination receives them. With fewer tokens than blocks several blocks share a token, by
 // columns.
 struct LowLatencyShare {
-  static constexpr int kGroupElements =
-      512;  // Blocks share a token by groups of columns: whole scales, whole packs of scales.
+  // Blocks share a token by groups of columns: whole scales, whole packs of scales.
+  static constexpr int kGroupElements = 512;
 
   int begin;  // tokens
   int end;

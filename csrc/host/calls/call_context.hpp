@@ -126,8 +126,8 @@ class CallContext {
   // Takes what the engine has recorded, as the bindings can throw it. Set by them.
   std::function<std::exception_ptr()> recorded_error;
 
-  std::vector<int>
-      absent;  // ranks that the Buffer does without, ascending: Buffer.reset(without=...)
+  // Ranks that the Buffer does without, ascending: Buffer.reset(without=...).
+  std::vector<int> absent;
 
   // Handles are from now on those of these ranks; see BufferToken.
   void set_members(std::vector<std::string> members) {
@@ -148,9 +148,9 @@ class CallContext {
     begin_unordered();
   }
   // Checks that the Buffer is open and no kernel failed. Does not settle a pending dispatch: low-latency
-  // calls leave it alone, since peers without counts to wait for may be in this call already. A bad expert index found by get_dispatch_layout is left to
-  // notify_dispatch, which tells the peers as well: raising it here, or not, would depend on when the
-  // kernel ran.
+  // calls leave it alone, since peers without counts to wait for may be in this call already. A bad
+  // expert index found by get_dispatch_layout is left to notify_dispatch, which tells the peers as well:
+  // raising it here, or not, would depend on when the kernel ran.
   void begin_unordered() const {
     if (engine.is_sound()) return;
     require_open();
@@ -201,10 +201,31 @@ class CallContext {
     const InterpreterUnlocked unlocked;
     return body();
   }
+  // Waits for the counts of a dispatch, which the kernels of all ranks exchange.
+  template <class Body>
+  auto wait_counts(const Body& body) {
+    auto counts = wait(body);
+    if (!counts) {
+      check();
+      fail(CallError::Class::kGeneral,
+           "the kernel that exchanges counts failed and left no error record");
+    }
+    return *std::move(counts);
+  }
 
  private:
   std::shared_ptr<StreamOrder> shared_order_;
   std::thread::id caller_;  // the thread that is in a call; guarded by the interpreter's lock
 };
+
+// Runs a call through its states.
+template <class Checked, class Reserved, class Launched, class Request>
+auto run_call(CallContext& context, const Request& request) {
+  Checked checked(context, request);
+  CallOrder order(context.order, request.streams);
+  auto result = Launched(Reserved(std::move(checked), order)).receive();
+  context.end();
+  return result;
+}
 
 }  // namespace deep_comm

@@ -45,17 +45,11 @@ class ReservedInNodeCombine : public CheckedInNodeCombine {
         order_(order),
         reduced_(
             reduce_experts(context_, combine_, handle(), plan_->rings.num_local_blocks, order)) {
-    Memory& memory = context_.memory;
     num_staging_rows_ = num_staging_rows(context_, handle());
     const size_t num_bytes = static_cast<size_t>(num_staging_rows_) * plan_->staging_row_bytes;
-    staging_ = memory.take(num_bytes, order, true);
+    staging_ = context_.memory.take(num_bytes, order, true);
     context_.region_use.note(&RegionUse::combine, staging_ != nullptr, num_bytes);
-    combined_x_ =
-        memory.empty(TensorSpec::of(combine_.type, {handle().num_tokens, combine_.hidden}), order);
-    if (combine_.weights != 0) {
-      combined_weights_ =
-          memory.empty(TensorSpec::of(kFloat32, {handle().num_tokens, combine_.num_topk}), order);
-    }
+    combined_ = CombinedTensors::allocate(context_, combine_, order);
   }
 
  protected:
@@ -63,7 +57,7 @@ class ReservedInNodeCombine : public CheckedInNodeCombine {
   ReducedRows reduced_;
   std::shared_ptr<Block> staging_;  // whoever gets it next writes there after this call's kernel
   int64_t num_staging_rows_ = 0;
-  MadeTensor combined_x_, combined_weights_;
+  CombinedTensors combined_;
 };
 
 class LaunchedInNodeCombine : public ReservedInNodeCombine {
@@ -71,7 +65,6 @@ class LaunchedInNodeCombine : public ReservedInNodeCombine {
   explicit LaunchedInNodeCombine(ReservedInNodeCombine&& reserved)
       : ReservedInNodeCombine(std::move(reserved)) {
     const RoutingAddresses& routing = handle().routing;
-    const Memory& memory = context_.memory;
     CombineArgs args = plan_->combine.args;
     if (staging_ != nullptr) {
       args.staging_line = static_cast<uint32_t>(staging_->offset / kLineBytes);
@@ -81,34 +74,32 @@ class LaunchedInNodeCombine : public ReservedInNodeCombine {
     args.channel_prefix_matrix = pointer_of<int32_t>(routing.channel_prefix);
     args.recv_channel_prefix_matrix = pointer_of<int32_t>(routing.recv_channel_prefix);
     args.send_head = pointer_of<int32_t>(routing.send_head);
-    args.num_tokens = static_cast<int>(handle().num_tokens);
-    args.num_rows = static_cast<int>(handle().num_recv_rows);
-    args.x = pointer_of<uint8_t>(combine_.x);
-    args.topk_weights = pointer_of<float>(combine_.weights);
-    for (int item = 0; item < 2; ++item) args.bias[item] = pointer_of<uint8_t>(combine_.bias[item]);
-    args.order = combine_.order;
-    args.combined_x = pointer_of<uint8_t>(memory.non_null(combined_x_.address));
-    if (combine_.weights != 0) {
-      args.combined_topk_weights = pointer_of<float>(memory.non_null(combined_weights_.address));
-    }
+    set_combine(context_.memory, combine_, combined_, &args);
     context_.launch([&] { context_.engine.combine(plan_->combine, args, order_.stream()); });
   }
 
   CombineResult receive() {
     std::shared_ptr<Event> event = order_.finish(inputs_of(request_), &handle().held);
-    return {std::move(combined_x_.tensor), std::move(combined_weights_.tensor), std::move(event)};
+    return {std::move(combined_.x.tensor), std::move(combined_.weights.tensor), std::move(event)};
   }
 };
 
 }  // namespace
 
+CombinedTensors CombinedTensors::allocate(CallContext& context, const CheckedCombine& combine,
+                                          CallOrder& order) {
+  const int64_t num_tokens = combine.handle->num_tokens;
+  const auto empty = [&](ElementType type, int64_t num_columns) {
+    return context.memory.empty(TensorSpec::of(type, {num_tokens, num_columns}), order);
+  };
+  CombinedTensors made{.x = empty(combine.type, combine.hidden), .weights = {}};
+  if (combine.weights != 0) made.weights = empty(kFloat32, combine.num_topk);
+  return made;
+}
+
 CombineResult combine_in_node(CallContext& context, const CombineRequest& request) {
-  CheckedInNodeCombine checked(context, request);
-  CallOrder order(context.order, request.streams);
-  CombineResult result =
-      LaunchedInNodeCombine(ReservedInNodeCombine(std::move(checked), order)).receive();
-  context.end();
-  return result;
+  return run_call<CheckedInNodeCombine, ReservedInNodeCombine, LaunchedInNodeCombine>(context,
+                                                                                      request);
 }
 
 }  // namespace deep_comm

@@ -51,6 +51,30 @@ struct ReducedRows {
 ReducedRows reduce_experts(CallContext& context, CheckedCombine& combine,
                            const DispatchRecord& handle, int num_local_blocks, CallOrder& order);
 
+// What combine returns.
+struct CombinedTensors {
+  MadeTensor x, weights;  // weights: none if none come home
+
+  static CombinedTensors allocate(CallContext& context, const CheckedCombine& combine,
+                                  CallOrder& order);
+};
+
+// Its addresses, and the checked ones, in the arguments of either tier's combine kernel.
+template <class Args>
+void set_combine(const Memory& memory, const CheckedCombine& combine,
+                 const CombinedTensors& combined, Args* args) {
+  args->num_tokens = static_cast<int>(combine.handle->num_tokens);
+  args->num_rows = static_cast<int>(combine.handle->num_recv_rows);
+  args->x = pointer_of<uint8_t>(combine.x);
+  args->topk_weights = pointer_of<float>(combine.weights);
+  for (int item = 0; item < 2; ++item) args->bias[item] = pointer_of<uint8_t>(combine.bias[item]);
+  args->order = combine.order;
+  args->combined_x = pointer_of<uint8_t>(memory.non_null(combined.x.address));
+  if (combine.weights != 0) {
+    args->combined_topk_weights = pointer_of<float>(memory.non_null(combined.weights.address));
+  }
+}
+
 // The caller's tensors of a call, for CallOrder::finish.
 std::vector<const void*> inputs_of(const CombineRequest& request);
 

@@ -127,15 +127,6 @@ class LaunchedCachedDispatch : public ReservedCachedDispatch {
   }
 };
 
-DispatchResult dispatch_cached(CallContext& context, const DispatchRequest& request) {
-  CheckedCachedDispatch checked(context, request);
-  CallOrder order(context.order, request.streams);
-  DispatchResult result =
-      LaunchedCachedDispatch(ReservedCachedDispatch(std::move(checked), order)).receive();
-  context.end();
-  return result;
-}
-
 // ---- with new routing
 
 // What a call knows in all its states.
@@ -159,6 +150,7 @@ class CheckedDispatch : protected NewDispatch {
  public:
   CheckedDispatch(CallContext& call_context, const DispatchRequest& request) {
     context = &call_context;
+    call_context.begin();
     payload = check_payload(call_context, request.payload);
     routing = check_routing(call_context, request, payload.num_tokens);
     flags = request.flags;
@@ -337,12 +329,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
  private:
   // Waits for the counts; rows that no early launch has moved are moved now.
   void receive_rows() {
-    counts = context->wait([&] { return context->engine.wait_counts(); });
-    if (!counts) {
-      context->check();
-      fail(CallError::Class::kGeneral,
-           "the kernel that exchanges counts failed and left no error record");
-    }
+    counts = context->wait_counts([&] { return context->engine.wait_counts(); });
     int64_t num_rows = counts->num_recv_tokens;
     RowForecast& forecast = context->forecast;
     if (flags.expand) {
@@ -433,18 +420,15 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
 }  // namespace
 
 DispatchResult dispatch_in_node(CallContext& context, const DispatchRequest& request) {
-  if (request.handle.is_given) return dispatch_cached(context, request);
-  context.begin();
-  CheckedDispatch checked(context, request);
-  CallOrder order(context.order, request.streams);
-  DispatchResult result = LaunchedDispatch(ReservedDispatch(std::move(checked), order)).receive();
-  context.end();
-  return result;
+  if (request.handle.is_given) {
+    return run_call<CheckedCachedDispatch, ReservedCachedDispatch, LaunchedCachedDispatch>(context,
+                                                                                           request);
+  }
+  return run_call<CheckedDispatch, ReservedDispatch, LaunchedDispatch>(context, request);
 }
 
 std::shared_ptr<PendingDispatch> begin_dispatch_in_node(CallContext& context,
                                                         const DispatchRequest& request) {
-  context.begin();
   CheckedDispatch checked(context, request);
   return launch_pending(context, request.streams, checked.kept_inputs(), [&](CallOrder& order) {
     return std::make_unique<LaunchedDispatch>(ReservedDispatch(std::move(checked), order));

@@ -47,20 +47,13 @@ class ReservedTierCombine : public CheckedTierCombine {
       : CheckedTierCombine(std::move(checked)),
         order_(order),
         reduced_(reduce_experts(context_, checked_, handle(), plan_.num_local_blocks, order_)) {
-    Memory& memory = context_.memory;
-    const int64_t num_tokens = handle().num_tokens;
-    combined_x_ =
-        memory.empty(TensorSpec::of(checked_.type, {num_tokens, checked_.hidden}), order_);
-    if (checked_.weights != 0) {
-      combined_weights_ =
-          memory.empty(TensorSpec::of(kFloat32, {num_tokens, checked_.num_topk}), order_);
-    }
+    combined_ = CombinedTensors::allocate(context_, checked_, order_);
     // Without the places of rows, or room for them, the rings serve.
     num_staging_rows_ = num_staging_rows_of(context_.group, handle());
     const size_t num_bytes = static_cast<size_t>(num_staging_rows_) *
                              staging_row_bytes(checked_.row_bytes, checked_.num_topk);
     if (handle().routing.forward_slots != 0 && context_.has_region()) {
-      staging_ = memory.take(num_bytes, order_, true);
+      staging_ = context_.memory.take(num_bytes, order_, true);
     }
     context_.region_use.note(&RegionUse::combine, staging_ != nullptr, num_bytes);
   }
@@ -70,7 +63,7 @@ class ReservedTierCombine : public CheckedTierCombine {
 
   CallOrder& order_;
   ReducedRows reduced_;
-  MadeTensor combined_x_, combined_weights_;
+  CombinedTensors combined_;
   // Goes with the call: whoever gets its memory next writes there after this kernel. Those who write
   // before their rail peers have come keep away: see RailReads.
   std::shared_ptr<Block> staging_;
@@ -81,7 +74,6 @@ class LaunchedTierCombine : public ReservedTierCombine {
  public:
   explicit LaunchedTierCombine(ReservedTierCombine&& reserved)
       : ReservedTierCombine(std::move(reserved)) {
-    const Memory& memory = context_.memory;
     const RoutingAddresses& routing = handle().routing;
     InternodeCombineArgs args{};
     args.send_node_head = pointer_of<int32_t>(routing.send_node_head);
@@ -92,18 +84,8 @@ class LaunchedTierCombine : public ReservedTierCombine {
     args.recv_rank_prefix_sum = pointer_of<int32_t>(routing.recv_rank_sum);
     args.node_channel_prefix = pointer_of<int32_t>(routing.node_prefix);
     args.forward_slots = pointer_of<int32_t>(routing.forward_slots);
-    args.num_tokens = static_cast<int>(handle().num_tokens);
-    args.num_rows = static_cast<int>(handle().num_recv_rows);
     args.num_forward_rows = static_cast<int>(handle().num_forward_rows);
-    args.x = pointer_of<uint8_t>(checked_.x);
-    args.topk_weights = pointer_of<float>(checked_.weights);
-    args.bias[0] = pointer_of<uint8_t>(checked_.bias[0]);
-    args.bias[1] = pointer_of<uint8_t>(checked_.bias[1]);
-    args.order = checked_.order;
-    args.combined_x = pointer_of<uint8_t>(memory.non_null(combined_x_.address));
-    if (checked_.weights != 0) {
-      args.combined_topk_weights = pointer_of<float>(memory.non_null(combined_weights_.address));
-    }
+    set_combine(context_.memory, checked_, combined_, &args);
     if (staging_ != nullptr) {
       args.staging_line = static_cast<uint32_t>(staging_->offset / kLineBytes);
       args.num_staging_rows = static_cast<int>(num_staging_rows_);
@@ -117,23 +99,15 @@ class LaunchedTierCombine : public ReservedTierCombine {
   }
 
   CombineResult receive() {
-    CombineResult result;
-    result.event = order_.finish(inputs_of(request_), &handle().held);
-    result.combined_x = std::move(combined_x_.tensor);
-    result.combined_topk_weights = std::move(combined_weights_.tensor);
-    return result;
+    std::shared_ptr<Event> event = order_.finish(inputs_of(request_), &handle().held);
+    return {std::move(combined_.x.tensor), std::move(combined_.weights.tensor), std::move(event)};
   }
 };
 
 }  // namespace
 
 CombineResult combine_between_nodes(CallContext& context, const CombineRequest& request) {
-  CheckedTierCombine checked(context, request);
-  CallOrder order(context.order, request.streams);
-  CombineResult result =
-      LaunchedTierCombine(ReservedTierCombine(std::move(checked), order)).receive();
-  context.end();
-  return result;
+  return run_call<CheckedTierCombine, ReservedTierCombine, LaunchedTierCombine>(context, request);
 }
 
 }  // namespace deep_comm

@@ -403,16 +403,11 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
   }
 
   TwoTierCounts wait_counts() {
-    std::optional<TwoTierCounts> counts =
-        context_.wait([&] { return context_.engine.wait_internode_counts(is_early_); });
-    if (!counts) {
-      context_.check();
-      fail(CallError::Class::kGeneral,
-           "the kernel that exchanges counts failed and left no error record");
-    }
-    context_.forecast.learn(counts->num_recv_tokens, counts->max_num_tokens);
-    if (is_early_) context_.early_dispatches.learn(counts->is_direct);
-    return *std::move(counts);
+    TwoTierCounts counts =
+        context_.wait_counts([&] { return context_.engine.wait_internode_counts(is_early_); });
+    context_.forecast.learn(counts.num_recv_tokens, counts.max_num_tokens);
+    if (is_early_) context_.early_dispatches.learn(counts.is_direct);
+    return counts;
   }
 
   // What follows the rows: local kernels, which nobody waits for.
@@ -488,19 +483,12 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
 }  // namespace
 
 DispatchResult dispatch_between_nodes(CallContext& context, const DispatchRequest& request) {
-  DispatchResult result;
   if (request.handle.is_given) {
-    CheckedCachedTierDispatch checked(context, request);
-    CallOrder order(context.order, request.streams);
-    result =
-        LaunchedCachedTierDispatch(ReservedCachedTierDispatch(std::move(checked), order)).receive();
-  } else {
-    CheckedTierDispatch checked(context, request);
-    CallOrder order(context.order, request.streams);
-    result = LaunchedTierDispatch(ReservedTierDispatch(std::move(checked), order)).receive();
+    return run_call<CheckedCachedTierDispatch, ReservedCachedTierDispatch,
+                    LaunchedCachedTierDispatch>(context, request);
   }
-  context.end();
-  return result;
+  return run_call<CheckedTierDispatch, ReservedTierDispatch, LaunchedTierDispatch>(context,
+                                                                                   request);
 }
 
 std::shared_ptr<PendingDispatch> begin_dispatch_between_nodes(CallContext& context,

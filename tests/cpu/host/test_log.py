@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_buffers import on_buffers
 
 import deep_comm
 from deep_comm import local, log
@@ -96,15 +97,14 @@ def test_debug_has_a_line_for_each_call_with_sizes_and_path(
 def test_a_call_that_raises_has_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
     log.logger.setLevel(logging.DEBUG)
 
-    def waits(group: Any) -> None:
-        with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=0.5) as buffer:
-            if group.rank() == 1:
-                with pytest.raises(deep_comm.PeerTimeout):
-                    buffer.barrier()
-            both.wait()
+    def waits(buffer: deep_comm.Buffer) -> None:
+        if buffer.rank == 1:
+            with pytest.raises(deep_comm.PeerTimeout):
+                buffer.barrier()
+        both.wait()
 
     both = threading.Barrier(2)
-    local.run(waits, 2, timeout_s=60)
+    on_buffers(waits, 2, 1 << 20, timeout_s=0.5)
     (line,) = lines(caplog, logging.DEBUG)
     assert re.search(r"^rank 1: Buffer.barrier\(\) raised PeerTimeout, \d+ us on the host$", line)
 

@@ -3,16 +3,18 @@ when that succeeds, when not, and what failures leave behind.
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import InternodeCase, direct
 from deep_comm._simt_tests import EarlyDispatches
+from on_buffers import on_buffers
 from roundtrip import run_case, verify
 from schedules import find_fault, pass_without_fault
 
-from deep_comm import Buffer, local
+from deep_comm import Buffer
 from deep_comm.errors import PeerTimeout
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -22,9 +24,9 @@ E, H = 8, 32
 EARLY, TWICE = 4, 5
 
 
-def buffer_of(group: Any, **options: Any) -> Buffer:
-    given: dict[str, Any] = dict(num_direct_bytes=1 << 18, device="cpu", ranks_per_node=2)
-    return Buffer(group, 1 << 19, 1 << 19, **(given | options))
+def on_nodes(body: Callable[[Buffer], Any], **options: Any) -> list[Any]:
+    given = dict(num_rdma_bytes=1 << 19, num_direct_bytes=1 << 18, ranks_per_node=2)
+    return on_buffers(body, 4, 1 << 19, **(given | options))
 
 
 def call(
@@ -49,51 +51,42 @@ def call(
 
 
 def test_rows_move_before_the_host_knows_how_many(way: str) -> None:
-    def main(group: Any) -> None:
-        with buffer_of(group) as buffer:
-            assert [call(buffer, 20, call_idx=step)[0] for step in range(3)] == [EARLY] * 3
-            # Fewer and more than ever: what was reserved was for others.
-            assert call(buffer, 3)[0] == EARLY
-            assert call(buffer, 24)[0] == EARLY
+    def main(buffer: Buffer) -> None:
+        assert [call(buffer, 20, call_idx=step)[0] for step in range(3)] == [EARLY] * 3
+        # Fewer and more than ever: what was reserved was for others.
+        assert call(buffer, 3)[0] == EARLY
+        assert call(buffer, 24)[0] == EARLY
 
-    local.run(main, 4)
+    on_nodes(main)
 
 
 def test_a_rank_that_knew_of_no_rows_has_room_the_next_time() -> None:
-    def main(group: Any) -> None:
-        with buffer_of(group) as buffer:
-            num_tokens = 0 if group.rank() == 3 else 12
-            launches = [call(buffer, num_tokens, call_idx=step)[0] for step in range(3)]
-            assert launches == [TWICE, EARLY, EARLY]
+    def main(buffer: Buffer) -> None:
+        num_tokens = 0 if buffer.rank == 3 else 12
+        launches = [call(buffer, num_tokens, call_idx=step)[0] for step in range(3)]
+        assert launches == [TWICE, EARLY, EARLY]
 
-    local.run(main, 4)
+    on_nodes(main)
 
 
 @pytest.mark.parametrize(
     "options", [dict(num_direct_bytes=4096), dict(num_rdma_bytes=40_000)], ids=["region", "slots"]
 )
 def test_without_room_all_ranks_launch_again_and_try_less_often(options: dict[str, int]) -> None:
-    def main(group: Any) -> list[int]:
-        rdma_bytes = options.get("num_rdma_bytes", 1 << 19)
-        direct_bytes = options.get("num_direct_bytes", 1 << 18)
-        with Buffer(
-            group, 1 << 19, rdma_bytes, num_direct_bytes=direct_bytes, device="cpu",
-            ranks_per_node=2,
-        ) as buffer:  # fmt: skip
-            return [call(buffer, 200, call_idx=step)[0] for step in range(10)]
+    def main(buffer: Buffer) -> list[int]:
+        return [call(buffer, 200, call_idx=step)[0] for step in range(10)]
 
     # Tried at once after the first failure, then after 1, 2, 3 calls.
     tried = [True, True, False, True, False, False, True, False, False, False]
-    assert local.run(main, 4) == [[TWICE if early else EARLY for early in tried]] * 4
+    assert on_nodes(main, **options) == [[TWICE if early else EARLY for early in tried]] * 4
 
 
 def test_one_call_with_very_many_tokens_is_not_remembered_for_ever() -> None:
-    def main(group: Any) -> None:
-        with buffer_of(group) as buffer:
-            launches = [call(buffer, num_tokens)[0] for num_tokens in (20, 4000, 20, 20)]
-            assert launches == [EARLY, TWICE, EARLY, EARLY]
+    def main(buffer: Buffer) -> None:
+        launches = [call(buffer, num_tokens)[0] for num_tokens in (20, 4000, 20, 20)]
+        assert launches == [EARLY, TWICE, EARLY, EARLY]
 
-    local.run(main, 4)
+    on_nodes(main)
 
 
 def test_attempts_come_back_after_a_success() -> None:
@@ -112,11 +105,10 @@ def test_attempts_come_back_after_a_success() -> None:
 
 
 def test_without_a_region_nothing_goes_out_early() -> None:
-    def main(group: Any) -> None:
-        with buffer_of(group, num_direct_bytes=0) as buffer:
-            assert [call(buffer, 9)[0] for _ in range(2)] == [EARLY] * 2
+    def main(buffer: Buffer) -> None:
+        assert [call(buffer, 9)[0] for _ in range(2)] == [EARLY] * 2
 
-    local.run(main, 4)
+    on_nodes(main, num_direct_bytes=0)
 
 
 # ---- failures -----------------------------------------------------------------------------------
@@ -135,28 +127,27 @@ def test_a_rank_that_ends_between_the_two_launches_is_named_by_all(
 
     monkeypatch.setattr(torch, "empty_strided", empty_strided)
 
-    def main(group: Any) -> int | None:
-        with buffer_of(group, timeout_s=0.5) as buffer:
-            call(buffer, 6)
-            named = None
-            if group.rank() == 2:
-                region, engine = buffer._context.region, buffer.runtime
-                kept, before = region.allocate(region.num_free_bytes), engine.num_launches
-                full.is_so = lambda: engine.num_launches == before + EARLY
-                idx = torch.zeros(5, 2, dtype=torch.int64)
-                with pytest.raises(MemoryError):
-                    buffer.dispatch(torch.ones(5, H).bfloat16(), topk_idx=idx, num_experts=E)
-                full.is_so = lambda: False
-                del kept
-            else:
-                with pytest.raises(PeerTimeout) as caught:
-                    call(buffer, 5, to_all=False)
-                named = caught.value.peer
-            buffer.reset()
-            assert call(buffer, 6)[0] == EARLY
-            return named
+    def main(buffer: Buffer) -> int | None:
+        call(buffer, 6)
+        named = None
+        if buffer.rank == 2:
+            region, engine = buffer._context.region, buffer.runtime
+            kept, before = region.allocate(region.num_free_bytes), engine.num_launches
+            full.is_so = lambda: engine.num_launches == before + EARLY
+            idx = torch.zeros(5, 2, dtype=torch.int64)
+            with pytest.raises(MemoryError):
+                buffer.dispatch(torch.ones(5, H).bfloat16(), topk_idx=idx, num_experts=E)
+            full.is_so = lambda: False
+            del kept
+        else:
+            with pytest.raises(PeerTimeout) as caught:
+                call(buffer, 5, to_all=False)
+            named = caught.value.peer
+        buffer.reset()
+        assert call(buffer, 6)[0] == EARLY
+        return named
 
-    assert local.run(main, 4, timeout_s=60) == [2, 2, None, 2]
+    assert on_nodes(main, timeout_s=0.5) == [2, 2, None, 2]
 
 
 # ---- simulated ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from cases import SHAPES, InternodeCase, Scales, direct, make_inputs
 from expanded import check, check_processes, dispatch_ones
 from internode import random_case
+from on_buffers import on_buffers
 from schedules import some_of
 
 from deep_comm import Buffer, local
@@ -74,20 +75,19 @@ def test_processes_over_shared_memory() -> None:
 def test_without_weights_and_with_other_alignments_elsewhere() -> None:
     """Rows are numbered where they have come: nobody else need know of the alignment."""
 
-    def main(group: local.ThreadGroup) -> None:
-        with Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=1) as buffer:
-            x, idx, weights, counts, handle, _ = dispatch_ones(buffer, 6, 1 + 7 * group.rank())
-            assert weights is None
-            per_expert = 6 if group.rank() == 0 else 8
-            assert idx.tolist() == [
-                expert if row < 6 else -1 for expert in (0, 1) for row in range(per_expert)
-            ]
-            assert counts == [per_expert] * 2
-            assert handle.num_recv_rows == 6 and handle.num_output_rows == sum(counts)
-            y, _, _ = buffer.combine(x, handle)
-            assert y.unique().tolist() == [2.0]
+    def main(buffer: Buffer) -> None:
+        x, idx, weights, counts, handle, _ = dispatch_ones(buffer, 6, 1 + 7 * buffer.rank)
+        assert weights is None
+        per_expert = 6 if buffer.rank == 0 else 8
+        assert idx.tolist() == [
+            expert if row < 6 else -1 for expert in (0, 1) for row in range(per_expert)
+        ]
+        assert counts == [per_expert] * 2
+        assert handle.num_recv_rows == 6 and handle.num_output_rows == sum(counts)
+        y, _, _ = buffer.combine(x, handle)
+        assert y.unique().tolist() == [2.0]
 
-    local.run(main, 2)
+    on_buffers(main, 2, 1 << 20, 1 << 20, ranks_per_node=1)
 
 
 @pytest.mark.parametrize("expand", [False, True])

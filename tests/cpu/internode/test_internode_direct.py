@@ -8,11 +8,9 @@ import pytest
 import roundtrip
 from cases import InternodeCase, Scales, direct
 from internode import hundred_calls, random_case
+from on_buffers import on_buffers
 from roundtrip import check, verify
 from schedules import some_of
-
-import deep_comm
-from deep_comm import local
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -94,24 +92,21 @@ def test_one_rank_without_room_sends_all_to_the_rings(way: str) -> None:
     """Outputs that a rank keeps fill its receive region; the others' have room."""
     case = dataclasses.replace(PLENTY, calls=1)
 
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 4 << 20, 4 << 20, device="cpu", ranks_per_node=2, num_direct_bytes=2 << 20
-        ) as buffer:
-            free = roundtrip.call_once(buffer, direct(case), 0)
-            kept, num_bytes = [], 2 << 20
-            while group.rank() == 3 and num_bytes >= 256:
-                block = buffer._context.region.allocate(num_bytes)
-                if block is None:
-                    num_bytes //= 2
-                else:
-                    kept.append(block)
-            full = roundtrip.call_once(buffer, case, 0)
-            kept.clear()
-            again = roundtrip.call_once(buffer, direct(case), 0)
-            return free, full, again
+    def fn(buffer):
+        free = roundtrip.call_once(buffer, direct(case), 0)
+        kept, num_bytes = [], 2 << 20
+        while buffer.rank == 3 and num_bytes >= 256:
+            block = buffer._context.region.allocate(num_bytes)
+            if block is None:
+                num_bytes //= 2
+            else:
+                kept.append(block)
+        full = roundtrip.call_once(buffer, case, 0)
+        kept.clear()
+        again = roundtrip.call_once(buffer, direct(case), 0)
+        return free, full, again
 
-    results = local.run(fn, 4, timeout_s=100)
+    results = on_buffers(fn, 4, 4 << 20, 4 << 20, ranks_per_node=2, num_direct_bytes=2 << 20)
     for number, wanted in enumerate((direct(case), case, direct(case))):
         verify(wanted, [[calls[number]] for calls in results])
 

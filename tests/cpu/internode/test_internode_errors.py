@@ -10,6 +10,7 @@ import pytest
 import roundtrip
 import torch
 from cases import InternodeCase, direct
+from on_buffers import on_buffers
 from roundtrip import num_channels_of, run_case, verify
 
 import deep_comm
@@ -172,13 +173,10 @@ def test_buffer_sizes_name_the_bytes_that_are_needed() -> None:
 
     needed = local.run(fn, NUM_RANKS, timeout_s=60)[0]
 
-    def enough(group):
-        with deep_comm.Buffer(
-            group, 1 << 18, needed, device="cpu", ranks_per_node=RANKS_PER_NODE
-        ) as buffer:
-            buffer.dispatch(**{**arguments_of(), "config": deep_comm.Config(4, 1, 2, 8, 4096)})
+    def enough(buffer):
+        buffer.dispatch(**{**arguments_of(), "config": deep_comm.Config(4, 1, 2, 8, 4096)})
 
-    local.run(enough, 2 * RANKS_PER_NODE + 2, timeout_s=60)
+    on_buffers(enough, 2 * RANKS_PER_NODE + 2, 1 << 18, needed, ranks_per_node=RANKS_PER_NODE)
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(3, 2), (2, 4), (9, 1)])

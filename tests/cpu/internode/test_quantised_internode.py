@@ -10,11 +10,12 @@ import quantised
 import torch
 from cases import SHAPES, InternodeCase, direct
 from internode import random_case
+from on_buffers import on_buffers
 from quantised import FORMS, Form, Formed, check, check_processes
 from schedules import find_fault, pass_without_fault, run_seeds, simulated, some_of
 from test_internode_simulated import small_case
 
-from deep_comm import Buffer, local
+from deep_comm import Buffer
 from deep_comm.errors import ConfigMismatch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -144,19 +145,16 @@ def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int, way: str) 
 
 @pytest.mark.parametrize("direct_bytes", [0, 1 << 19])
 def test_all_ranks_must_quantise_alike(direct_bytes: int) -> None:
-    def main(group: local.ThreadGroup) -> None:
+    def main(buffer: Buffer) -> None:
         x = torch.ones(5, 128, dtype=torch.bfloat16)
         idx = torch.zeros(5, 1, dtype=torch.int64)
-        with Buffer(
-            group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=1, num_direct_bytes=direct_bytes
-        ) as buffer:
-            for mine in (dict(round_scale=True), dict(round_scale=True, use_ue8m0=True)):
-                options = mine if group.rank() == 0 else {}
-                with pytest.raises(ConfigMismatch, match="round_scale|scale_row_bytes"):
-                    buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=True, **options)
-            with pytest.raises(ConfigMismatch, match="row_bytes"):
-                buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=group.rank() == 0)
-            (recv_x, _), *_ = buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=True)
-            assert recv_x.shape[0] == (10 if group.rank() == 0 else 0)
+        for mine in (dict(round_scale=True), dict(round_scale=True, use_ue8m0=True)):
+            options = mine if buffer.rank == 0 else {}
+            with pytest.raises(ConfigMismatch, match="round_scale|scale_row_bytes"):
+                buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=True, **options)
+        with pytest.raises(ConfigMismatch, match="row_bytes"):
+            buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=buffer.rank == 0)
+        (recv_x, _), *_ = buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=True)
+        assert recv_x.shape[0] == (10 if buffer.rank == 0 else 0)
 
-    local.run(main, 2)
+    on_buffers(main, 2, 1 << 20, 1 << 20, ranks_per_node=1, num_direct_bytes=direct_bytes)

@@ -5,6 +5,7 @@ import gc
 import fake_cuda
 import pytest
 import torch
+from on_buffers import on_buffers
 from small_calls import routing_bytes
 
 import deep_comm
@@ -183,32 +184,28 @@ def test_outputs_of_torchs_own_on_demand(monkeypatch: pytest.MonkeyPatch, is_tor
     if is_torchs:
         monkeypatch.setenv("DEEP_COMM_NUM_DIRECT_BYTES", "0")
 
-    def rank_main(group):
+    def rank_main(buffer):
         x = torch.ones(8, 64).bfloat16()
         idx = torch.arange(8)[:, None] % 4
-        with deep_comm.Buffer(group, 128 << 20, device="cpu", timeout_s=20) as buffer:
-            rows = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[0]
-            if is_torchs:
+        rows = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[0]
+        if is_torchs:
+            rows.untyped_storage().resize_(0)
+        else:
+            with pytest.raises(RuntimeError, match="not resizable"):
                 rows.untyped_storage().resize_(0)
-            else:
-                with pytest.raises(RuntimeError, match="not resizable"):
-                    rows.untyped_storage().resize_(0)
 
-    local.run(rank_main, 2)
+    on_buffers(rank_main, 2, 128 << 20, timeout_s=20)
 
 
 def test_a_handle_does_not_keep_the_payload() -> None:
-    def rank_main(group):
+    def rank_main(buffer):
         x = torch.ones(64, 1024).bfloat16()
         idx = torch.arange(64)[:, None] % 4
-        with deep_comm.Buffer(
-            group, 4 << 20, num_direct_bytes=2 << 20, device="cpu", timeout_s=20
-        ) as buffer:
-            whole = buffer._context.region.num_free_bytes
-            handle = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[4]
-            gc.collect()
-            used = whole - buffer._context.region.num_free_bytes
-            return used - routing_bytes(handle), handle.recv_src_idx.numel()
+        whole = buffer._context.region.num_free_bytes
+        handle = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[4]
+        gc.collect()
+        used = whole - buffer._context.region.num_free_bytes
+        return used - routing_bytes(handle), handle.recv_src_idx.numel()
 
-    for used, num_rows in local.run(rank_main, 2):
+    for used, num_rows in on_buffers(rank_main, 2, 4 << 20, num_direct_bytes=2 << 20, timeout_s=20):
         assert used <= 4 * num_rows + 128

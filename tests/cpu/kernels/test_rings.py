@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import Case, Scales
+from on_buffers import on_buffers
 from roundtrip import call_once, check, verify
 
 import deep_comm
@@ -44,11 +45,10 @@ def test_shapes_may_change_from_call_to_call_on_one_buffer() -> None:
         Case((5, 5), experts=64, hidden=512, dtype=torch.float32, topk=8, worst=4, seed=4),
     ]
 
-    def fn(group):
-        with deep_comm.Buffer(group, 16 << 20, device="cpu") as buffer:
-            return [call_once(buffer, case, 0) for case in cases * 3]
+    def fn(buffer):
+        return [call_once(buffer, case, 0) for case in cases * 3]
 
-    results = local.run(fn, 2, timeout_s=120)
+    results = on_buffers(fn, 2, 16 << 20)
     for number, case in enumerate(cases * 3):
         verify(case, [[calls[number]] for calls in results])
 

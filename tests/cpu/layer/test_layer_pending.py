@@ -37,8 +37,8 @@ def asynchronous() -> Iterator[None]:
         backend = sys.modules["deep_comm.backends.cuda"].CudaBackend
         create = backend.create_engine
 
-        def create_engine(self: Any, *arguments: Any) -> Any:
-            self.engine = create(self, *arguments)
+        def create_engine(self: Any, *arguments: Any, **named: Any) -> Any:
+            self.engine = create(self, *arguments, **named)
             return self.engine
 
         patch.setattr(backend, "create_engine", create_engine)

@@ -194,6 +194,8 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
                 ),
                 ((x, idx[:3], weights), ("topk_idx", [3, 2], "must have shape [4, top-k]")),
                 ((x, idx[:, :1], weights), ("topk_idx", [4, 1], idx_rule)),
+                # In "auto" ranks of another top-k would ask in calls of another shape.
+                ((x, idx.repeat(1, 2), weights.repeat(1, 2)), ("topk_idx", [4, 4], idx_rule)),
                 ((x, idx[0], weights), ("topk_idx", [2], idx_rule)),
                 (
                     (x, idx.float(), weights),
@@ -209,7 +211,9 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
                     ("topk_weights", [4, 1], "must have shape [4, 2]"),
                 ),
                 ((x, idx, None), ("topk_weights", "NoneType", "must be a tensor")),
+                ((x, idx, weights.tolist()), ("topk_weights", "list", "must be a tensor")),
             ]
+            unused = Experts()
             if mode == "decode":
                 nine = x.new_zeros(9, case.hidden), idx.new_zeros(9, 2), weights.new_zeros(9, 2)
                 rule = "must have at most 8 (decode_tokens) in a decode step or in a captured one"
@@ -221,8 +225,8 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
                     error = caught.value
                     assert (error.argument, error.value, error.rule) == (name, value, rule)
                 with pytest.raises(ArgumentError, match=name):
-                    layer(*given, Experts(), **options)
-            assert counters.exchange() == told
+                    layer(*given, unused, **options)
+            assert unused.modes == [] and counters.exchange() == told
             wrong: list[Any] = [None, torch.zeros(3, case.hidden, dtype=x.dtype), x.double()]
             for rows in wrong:
                 with pytest.raises(ArgumentError) as caught:

@@ -13,12 +13,14 @@ from low_latency import (
     Range,
     check_logfmt,
     inputs_of,
+    on_case,
     open_buffer,
     pairs_amid_normal_calls,
     run_case,
     run_pairs,
     verify,
 )
+from on_buffers import on_buffers
 from schedules import on_threads, run_seeds
 
 import deep_comm
@@ -52,13 +54,11 @@ def test_ranks_may_be_processes() -> None:
 def test_low_latency_and_normal_calls_mix_in_any_order() -> None:
     case = LowLatencyCase((5, 8), 8, hidden=256, topk=3, use_fp8=True, calls=4)
 
-    def main(group: local.ThreadGroup) -> list:
-        with deep_comm.Buffer(
-            group, 1 << 20, case.num_bytes, low_latency_mode=True, device="cpu"
-        ) as buffer:
-            return pairs_amid_normal_calls(buffer, case)
-
-    verify(case, local.run(main, 2, timeout_s=60))
+    results = on_buffers(
+        lambda buffer: pairs_amid_normal_calls(buffer, case), 2, 1 << 20, case.num_bytes,
+        low_latency_mode=True,
+    )  # fmt: skip
+    verify(case, results)
 
 
 def test_shapes_may_change_from_call_to_call() -> None:
@@ -68,13 +68,11 @@ def test_shapes_may_change_from_call_to_call() -> None:
         LowLatencyCase((30, 12), 32, hidden=128, topk=2, use_fp8=True, calls=3),
         LowLatencyCase((1, 2), 2, hidden=1024, topk=8, compact=True, calls=3),
     ]
-
-    def main(group: local.ThreadGroup) -> list:
-        num_bytes = max(case.num_bytes for case in cases)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu") as buffer:
-            return [run_pairs(buffer, case) for case in (*cases, *cases)]
-
-    results = local.run(main, 2, timeout_s=60)
+    num_bytes = max(case.num_bytes for case in cases)
+    results = on_buffers(
+        lambda buffer: [run_pairs(buffer, case) for case in (*cases, *cases)], 2, 0, num_bytes,
+        low_latency_mode=True,
+    )  # fmt: skip
     for number, case in enumerate((*cases, *cases)):
         verify(case, [ranks[number] for ranks in results])
 
@@ -82,20 +80,19 @@ def test_shapes_may_change_from_call_to_call() -> None:
 def test_zeroing_the_region_between_calls_breaks_nothing() -> None:
     case = LowLatencyCase((5, 8, 2), 8, hidden=256, topk=3, use_fp8=True, calls=1)
 
-    def main(group: local.ThreadGroup) -> list:
+    def main(buffer: deep_comm.Buffer) -> list:
         results = []
-        with open_buffer(group, case) as buffer:
-            region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-            assert region.numel() == case.num_bytes
-            for _ in range(5):
-                results.append(run_pairs(buffer, case))
-                group.barrier()
-                region.zero_()
-                group.barrier()
-                buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
+        region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+        assert region.numel() == case.num_bytes
+        for _ in range(5):
+            results.append(run_pairs(buffer, case))
+            buffer.group.barrier()
+            region.zero_()
+            buffer.group.barrier()
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
         return results
 
-    results = local.run(main, 3, timeout_s=60)
+    results = on_case(main, case)
     for number in range(5):
         verify(case, [ranks[number] for ranks in results])
 
@@ -103,20 +100,19 @@ def test_zeroing_the_region_between_calls_breaks_nothing() -> None:
 def test_a_region_used_as_workspace_is_cleaned() -> None:
     case = LowLatencyCase((5, 8, 2), 8, hidden=256, topk=3, calls=1)
 
-    def main(group: local.ThreadGroup) -> list:
+    def main(buffer: deep_comm.Buffer) -> list:
         results = []
-        with open_buffer(group, case) as buffer:
-            region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-            for _ in range(3):
-                results.append(run_pairs(buffer, case))
-                group.barrier()
-                region.fill_(0xFF)
-                buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
-                assert not region.any()
-                group.barrier()  # the others' next rows come here
+        region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+        for _ in range(3):
+            results.append(run_pairs(buffer, case))
+            buffer.group.barrier()
+            region.fill_(0xFF)
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
+            assert not region.any()
+            buffer.group.barrier()  # the others' next rows come here
         return results
 
-    results = local.run(main, 3, timeout_s=60)
+    results = on_case(main, case)
     for number in range(3):
         verify(case, [ranks[number] for ranks in results])
 
@@ -135,32 +131,30 @@ def words(shape: tuple[int, ...], value: int) -> torch.Tensor:
 def test_rows_of_any_bits_arrive(compact: bool) -> None:
     """Also those whose words are, on their way, the zero that stands for not yet."""
 
-    def main(group: local.ThreadGroup) -> list[torch.Tensor]:
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 2)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu") as buffer:
-            x = torch.cat([words((1, 128), value) for value in KEYS])
-            idx = torch.full((len(KEYS), 1), 1 - buffer.rank)
-            weights = words((len(KEYS), 2), 0x7FA5C963).view(torch.float32)
-            rows, _, handle, _, _ = buffer.low_latency_dispatch(
-                x, idx, 8, 2, use_fp8=False, topk_weights=weights, compact=compact
-            )
-            received = [rows.view(-1, 128)[: len(KEYS)].view(torch.int32).clone()]
-            ahead = handle.recv_topk_weights if compact else handle.recv_weights[1 - buffer.rank]
-            assert bool(ahead[: len(KEYS)].isnan().all())
-            fp8 = buffer.low_latency_dispatch(x, idx, 8, 2, compact=compact)[0][0]
-            received.append(fp8.view(-1, 128)[: len(KEYS)].float())
-            ones = torch.ones(len(KEYS), 1)
-            handle = buffer.low_latency_dispatch(
-                x, idx, 8, 2, use_fp8=False, topk_weights=ones, compact=compact
-            )[2]
-            for value in KEYS:
-                out = buffer.low_latency_combine(
-                    words(handle.rows_shape, value), idx, ones, handle
-                )[0]
-                received.append(out)
-            return received
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 2)
 
-    for received in local.run(main, 2, timeout_s=60):
+    def main(buffer: deep_comm.Buffer) -> list[torch.Tensor]:
+        x = torch.cat([words((1, 128), value) for value in KEYS])
+        idx = torch.full((len(KEYS), 1), 1 - buffer.rank)
+        weights = words((len(KEYS), 2), 0x7FA5C963).view(torch.float32)
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, idx, 8, 2, use_fp8=False, topk_weights=weights, compact=compact
+        )
+        received = [rows.view(-1, 128)[: len(KEYS)].view(torch.int32).clone()]
+        ahead = handle.recv_topk_weights if compact else handle.recv_weights[1 - buffer.rank]
+        assert bool(ahead[: len(KEYS)].isnan().all())
+        fp8 = buffer.low_latency_dispatch(x, idx, 8, 2, compact=compact)[0][0]
+        received.append(fp8.view(-1, 128)[: len(KEYS)].float())
+        ones = torch.ones(len(KEYS), 1)
+        handle = buffer.low_latency_dispatch(
+            x, idx, 8, 2, use_fp8=False, topk_weights=ones, compact=compact
+        )[2]
+        for value in KEYS:
+            out = buffer.low_latency_combine(words(handle.rows_shape, value), idx, ones, handle)[0]
+            received.append(out)
+        return received
+
+    for received in on_buffers(main, 2, 0, num_bytes, low_latency_mode=True):
         for row, value in zip(received[0], KEYS, strict=True):
             # One pair of signalling NaNs has its first made quiet, as its conversion would.
             sent = value if value != 0x7FA57F93 else 0x7FE57F93
@@ -183,24 +177,23 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_statistics_add_up() -> None:
     case = LowLatencyCase((5, 8), 8, hidden=128, experts=6, topk=3)
 
-    def main(group: local.ThreadGroup) -> tuple:
-        with open_buffer(group, case) as buffer:
-            total = torch.zeros(3, dtype=torch.int32)
-            waited = torch.zeros(2, dtype=torch.int64)
-            pair = Pair(buffer, case, 0)
-            counts = torch.zeros(3, dtype=torch.int32)
-            for _ in range(3):
-                _, count, handle, _, _ = buffer.low_latency_dispatch(
-                    pair.x, pair.idx, 8, 6, total, waited, False
-                )
-                counts += count
-            rows = torch.zeros(handle.rows_shape, dtype=torch.bfloat16)
-            buffer.low_latency_combine(
-                rows, pair.idx, pair.weights, handle, combine_wait_recv_cost_stats=waited
+    def main(buffer: deep_comm.Buffer) -> tuple:
+        total = torch.zeros(3, dtype=torch.int32)
+        waited = torch.zeros(2, dtype=torch.int64)
+        pair = Pair(buffer, case, 0)
+        counts = torch.zeros(3, dtype=torch.int32)
+        for _ in range(3):
+            _, count, handle, _, _ = buffer.low_latency_dispatch(
+                pair.x, pair.idx, 8, 6, total, waited, False
             )
-            return total, counts, waited
+            counts += count
+        rows = torch.zeros(handle.rows_shape, dtype=torch.bfloat16)
+        buffer.low_latency_combine(
+            rows, pair.idx, pair.weights, handle, combine_wait_recv_cost_stats=waited
+        )
+        return total, counts, waited
 
-    for total, counts, waited in local.run(main, 2, timeout_s=60):
+    for total, counts, waited in on_case(main, case):
         assert torch.equal(total, counts) and int(total.sum()) > 0
         assert bool((waited >= 0).all())
 
@@ -213,15 +206,14 @@ def test_many_pairs_in_a_row() -> None:
 def test_the_handle_unpacks_as_a_tuple_of_five() -> None:
     case = LowLatencyCase((4, 4), 4)
 
-    def main(group: local.ThreadGroup) -> None:
-        with open_buffer(group, case) as buffer:
-            pair = Pair(buffer, case, 0)
-            pair.dispatch()
-            src_info, layout_range, max_tokens, hidden, experts = pair.handle
-            assert src_info.shape == (4, 8) and layout_range.shape == (4, 2)
-            assert (max_tokens, hidden, experts) == (4, 128, 8) == pair.handle[2:]
+    def main(buffer: deep_comm.Buffer) -> None:
+        pair = Pair(buffer, case, 0)
+        pair.dispatch()
+        src_info, layout_range, max_tokens, hidden, experts = pair.handle
+        assert src_info.shape == (4, 8) and layout_range.shape == (4, 2)
+        assert (max_tokens, hidden, experts) == (4, 128, 8) == pair.handle[2:]
 
-    local.run(main, 2, timeout_s=60)
+    on_case(main, case)
 
 
 def test_memory_grows_with_tokens_and_ranks_not_with_experts() -> None:
@@ -268,24 +260,23 @@ def test_numbers_of_operations_wrap_around_under_every_schedule(seed: int) -> No
 def test_hundreds_of_pairs_in_a_row(sequence: int, num_pairs: int) -> None:
     case = LowLatencyCase((1, 2), 2, hidden=16, experts=2, topk=1, calls=1)
 
-    def main(group: local.ThreadGroup) -> list:
-        with open_buffer(group, case, timeout_s=60) as buffer:
-            group.barrier()
-            assert buffer.runtime is not None
-            buffer.runtime.set_low_latency_sequence(sequence)
-            group.barrier()
-            pair = Pair(buffer, case, 0)
-            for number in range(num_pairs):
-                pair.x.fill_(number % 128)
-                pair.dispatch()
-                assert pair.rows is None or bool((pair.payload[0, 0] == number % 128).all())
-                pair.combine()
-            pair.x.copy_(inputs_of(case, buffer.rank, 0)[0])
+    def main(buffer: deep_comm.Buffer) -> list:
+        buffer.group.barrier()
+        assert buffer.runtime is not None
+        buffer.runtime.set_low_latency_sequence(sequence)
+        buffer.group.barrier()
+        pair = Pair(buffer, case, 0)
+        for number in range(num_pairs):
+            pair.x.fill_(number % 128)
             pair.dispatch()
+            assert pair.rows is None or bool((pair.payload[0, 0] == number % 128).all())
             pair.combine()
-            return [pair.received()]
+        pair.x.copy_(inputs_of(case, buffer.rank, 0)[0])
+        pair.dispatch()
+        pair.combine()
+        return [pair.received()]
 
-    verify(case, local.run(main, 2, timeout_s=250))
+    verify(case, on_case(main, case, timeout_s=60))
 
 
 # ---- LogFMT ------------------------------------------------------------------------------------
@@ -302,21 +293,21 @@ def test_logfmt_stays_within_its_stated_error(variant: str, scale: float) -> Non
 
 
 def test_logfmt_of_zeros_and_of_what_is_not_finite() -> None:
-    def main(group: local.ThreadGroup) -> list[torch.Tensor]:
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 64, 1, 1)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu") as buffer:
-            x, idx, ones = torch.ones(1, 64).bfloat16(), torch.zeros(1, 1).long(), torch.ones(1, 1)
-            handle = buffer.low_latency_dispatch(x, idx, 4, 1, use_fp8=False)[2]
-            results = []
-            for value in (0.0, -0.0, 1e-38, 3e38, float("inf"), float("-inf"), float("nan")):
-                rows = torch.full(handle.rows_shape, 1.5).bfloat16()
-                rows[..., 16:32] = 0.0
-                rows[..., 20] = value
-                rows[..., 32:48] = value
-                results.append(buffer.low_latency_combine(rows, idx, ones, handle, True)[0][0])
-            return results
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 64, 1, 1)
 
-    *finite, inf, minus_inf, nan = local.run(main, 1, timeout_s=60)[0]
+    def main(buffer: deep_comm.Buffer) -> list[torch.Tensor]:
+        x, idx, ones = torch.ones(1, 64).bfloat16(), torch.zeros(1, 1).long(), torch.ones(1, 1)
+        handle = buffer.low_latency_dispatch(x, idx, 4, 1, use_fp8=False)[2]
+        results = []
+        for value in (0.0, -0.0, 1e-38, 3e38, float("inf"), float("-inf"), float("nan")):
+            rows = torch.full(handle.rows_shape, 1.5).bfloat16()
+            rows[..., 16:32] = 0.0
+            rows[..., 20] = value
+            rows[..., 32:48] = value
+            results.append(buffer.low_latency_combine(rows, idx, ones, handle, True)[0][0])
+        return results
+
+    *finite, inf, minus_inf, nan = on_buffers(main, 1, 0, num_bytes, low_latency_mode=True)[0]
     for value, got in zip((0.0, -0.0, 1e-38, 3e38), finite, strict=True):
         assert bool((got[:16] == 1.5).all() and (got[48:] == 1.5).all())
         want = torch.full((16,), value).bfloat16().float()
@@ -329,19 +320,18 @@ def test_logfmt_of_zeros_and_of_what_is_not_finite() -> None:
 def test_logfmt_needs_whole_pieces_on_all_ranks() -> None:
     case = LowLatencyCase((2, 2), 2, hidden=24)
 
-    def main(group: local.ThreadGroup) -> None:
-        with open_buffer(group, case) as buffer:
-            pair = Pair(buffer, case, 0)
-            pair.dispatch()
-            rows = torch.zeros(pair.handle.rows_shape, dtype=torch.bfloat16)
-            with pytest.raises(deep_comm.ArgumentError, match="multiple of 16"):
-                buffer.low_latency_combine(rows, pair.idx, pair.weights, pair.handle, True)
-            with pytest.raises(deep_comm.ArgumentError, match="zero_copy"):
-                buffer.low_latency_combine(
-                    rows, pair.idx, pair.weights, pair.handle, True, zero_copy=True
-                )
+    def main(buffer: deep_comm.Buffer) -> None:
+        pair = Pair(buffer, case, 0)
+        pair.dispatch()
+        rows = torch.zeros(pair.handle.rows_shape, dtype=torch.bfloat16)
+        with pytest.raises(deep_comm.ArgumentError, match="multiple of 16"):
+            buffer.low_latency_combine(rows, pair.idx, pair.weights, pair.handle, True)
+        with pytest.raises(deep_comm.ArgumentError, match="zero_copy"):
+            buffer.low_latency_combine(
+                rows, pair.idx, pair.weights, pair.handle, True, zero_copy=True
+            )
 
-    local.run(main, 2, timeout_s=60)
+    on_case(main, case)
 
 
 def test_destroy_waits_for_calls_on_streams_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

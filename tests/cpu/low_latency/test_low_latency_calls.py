@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from low_latency import LowLatencyCase, run_case, verify
+from on_buffers import on_buffers
 from small_calls import E, H, M, Marked, T, inputs, on_ranks
 
 import deep_comm
@@ -281,30 +282,28 @@ def test_results_are_ordinary_tensors_of_torchs(form: dict[str, bool], mode: Any
 def test_no_memory_for_an_output_is_raised_as_torch_raises_it() -> None:
     experts, tokens, hidden = 64, 256, 7168  # rows of 117 MB: more than a thread has in reserve
 
-    def main(group: local.ThreadGroup) -> None:
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, 1, experts)
-        with deep_comm.Buffer(
-            group, 0, num_bytes, low_latency_mode=True, device="cpu", timeout_s=20
-        ) as buffer:
-            x, idx = torch.zeros(1, hidden).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, 1, experts)
 
-            def dispatch() -> Any:
-                return buffer.low_latency_dispatch(x, idx, tokens, experts)[0]
+    def main(buffer: deep_comm.Buffer) -> None:
+        x, idx = torch.zeros(1, hidden).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
 
-            for _ in range(2):
+        def dispatch() -> Any:
+            return buffer.low_latency_dispatch(x, idx, tokens, experts)[0]
+
+        for _ in range(2):
+            dispatch()
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        few = pages * resource.getpagesize() + (16 << 20)
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (few, limits[1]))
+            with pytest.raises(RuntimeError, match="memory"):
                 dispatch()
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limits = resource.getrlimit(resource.RLIMIT_AS)
-            few = pages * resource.getpagesize() + (16 << 20)
-            try:
-                resource.setrlimit(resource.RLIMIT_AS, (few, limits[1]))
-                with pytest.raises(RuntimeError, match="memory"):
-                    dispatch()
-            finally:
-                resource.setrlimit(resource.RLIMIT_AS, limits)
-            assert dispatch()[0].shape == (experts, tokens, hidden)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert dispatch()[0].shape == (experts, tokens, hidden)
 
-    local.run(main, 1, timeout_s=60)
+    on_buffers(main, 1, 0, num_bytes, low_latency_mode=True, timeout_s=20)
 
 
 def test_outputs_are_poisoned_where_kernels_do_not_write(monkeypatch: pytest.MonkeyPatch) -> None:

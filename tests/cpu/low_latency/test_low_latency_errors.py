@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from low_latency import LowLatencyCase, run_pairs, verify
+from on_buffers import on_buffers
 
 from deep_comm import (
     ArgumentError,
@@ -17,7 +18,6 @@ from deep_comm import (
     ExpertIndexError,
     PeerTimeout,
     _simt_tests,
-    local,
 )
 from deep_comm.settings import checks
 
@@ -25,14 +25,9 @@ CASE = LowLatencyCase((4, 4), 4)
 
 
 def together(fn: Callable[[Buffer], Any], num_ranks: int = 2, **options: Any) -> list:
-    def main(group: local.ThreadGroup) -> Any:
-        with Buffer(
-            group, 0, CASE.num_bytes, low_latency_mode=True, device="cpu", num_max_experts=64,
-            **options,
-        ) as buffer:  # fmt: skip
-            return fn(buffer)
-
-    return local.run(main, num_ranks, timeout_s=60)
+    return on_buffers(
+        fn, num_ranks, 0, CASE.num_bytes, low_latency_mode=True, num_max_experts=64, **options
+    )
 
 
 @pytest.mark.parametrize("position", range(4))
@@ -66,12 +61,11 @@ def test_a_region_that_is_too_small_says_what_would_do() -> None:
 
 
 def test_low_latency_calls_need_low_latency_mode() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with Buffer(group, 0, 1 << 20, device="cpu") as buffer:
-            with pytest.raises(ArgumentError, match="low_latency_mode"):
-                dispatch(buffer)
+    def main(buffer: Buffer) -> None:
+        with pytest.raises(ArgumentError, match="low_latency_mode"):
+            dispatch(buffer)
 
-    local.run(main, 2)
+    on_buffers(main, 2, 0, 1 << 20)
 
 
 def test_as_many_experts_as_a_block_can_count_twice() -> None:
@@ -81,43 +75,36 @@ def test_as_many_experts_as_a_block_can_count_twice() -> None:
     x, idx = torch.ones(2, hidden, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
     num_bytes = Buffer.get_low_latency_rdma_size_hint(2, hidden, 1, most)
 
-    def main(group: local.ThreadGroup) -> None:
-        with Buffer(
-            group, 0, num_bytes, low_latency_mode=True, device="cpu", num_max_experts=most
-        ) as buffer:
-            engine = buffer._context.engine
-            fewer = engine.low_latency_max_experts(num_topk=2)
-            assert most // 2 - 1024 < fewer < most
-            buffer.low_latency_dispatch(x, idx, 2, fewer, use_fp8=False)
-            launches = buffer.runtime.num_launches
-            for too_many in (fewer + 1, most):
-                with pytest.raises(ArgumentError, match=f"must be at most {fewer} .*{too_many}"):
-                    buffer.low_latency_dispatch(x, idx, 2, too_many, use_fp8=False)
-            with pytest.raises(ArgumentError, match="num_experts"):
-                buffer.low_latency_num_blocks(2, hidden, 2, fewer + 1)
-            assert buffer.runtime.num_launches == launches
-            shape = dict(num_max_tokens=2, hidden=hidden, num_topk=2, num_experts=fewer + 1)
-            with pytest.raises(ValueError, match="must be fewer.*shared memory"):
-                _simt_tests.plan_low_latency(engine.calls, **shape)
+    def main(buffer: Buffer) -> None:
+        engine = buffer._context.engine
+        fewer = engine.low_latency_max_experts(num_topk=2)
+        assert most // 2 - 1024 < fewer < most
+        buffer.low_latency_dispatch(x, idx, 2, fewer, use_fp8=False)
+        launches = buffer.runtime.num_launches
+        for too_many in (fewer + 1, most):
+            with pytest.raises(ArgumentError, match=f"must be at most {fewer} .*{too_many}"):
+                buffer.low_latency_dispatch(x, idx, 2, too_many, use_fp8=False)
+        with pytest.raises(ArgumentError, match="num_experts"):
+            buffer.low_latency_num_blocks(2, hidden, 2, fewer + 1)
+        assert buffer.runtime.num_launches == launches
+        shape = dict(num_max_tokens=2, hidden=hidden, num_topk=2, num_experts=fewer + 1)
+        with pytest.raises(ValueError, match="must be fewer.*shared memory"):
+            _simt_tests.plan_low_latency(engine.calls, **shape)
 
-    local.run(main, 1, timeout_s=60)
+    on_buffers(main, 1, 0, num_bytes, low_latency_mode=True, num_max_experts=most)
 
 
 def test_calls_between_nodes_count_experts_once() -> None:
     most, hidden = checks.MAX_EXPERTS, 64
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(2, hidden, 2, most, ranks_per_node=1)
 
-    def main(group: local.ThreadGroup) -> None:
-        num_bytes = Buffer.get_low_latency_rdma_size_hint(2, hidden, 2, most, ranks_per_node=1)
-        with Buffer(
-            group, 0, num_bytes, low_latency_mode=True, device="cpu", num_max_experts=most,
-            ranks_per_node=1,
-        ) as buffer:  # fmt: skip
-            x = torch.ones(1, hidden, dtype=torch.bfloat16)
-            idx = torch.tensor([[0, most - 1]])
-            counts = buffer.low_latency_dispatch(x, idx, 2, most, use_fp8=False)[1]
-            assert counts.sum() == 2  # of either rank
+    def main(buffer: Buffer) -> None:
+        x = torch.ones(1, hidden, dtype=torch.bfloat16)
+        idx = torch.tensor([[0, most - 1]])
+        counts = buffer.low_latency_dispatch(x, idx, 2, most, use_fp8=False)[1]
+        assert counts.sum() == 2  # of either rank
 
-    local.run(main, 2, timeout_s=60)
+    on_buffers(main, 2, 0, num_bytes, low_latency_mode=True, num_max_experts=most, ranks_per_node=1)
 
 
 def test_masks_belong_to_low_latency_mode() -> None:
@@ -155,20 +142,17 @@ def test_ranks_that_disagree_are_told_and_reset_brings_the_buffer_back() -> None
 
 
 def test_a_silent_rank_becomes_a_timeout_and_reset_brings_the_buffer_back() -> None:
-    def main(group: local.ThreadGroup) -> list:
-        with Buffer(
-            group, 0, CASE.num_bytes, low_latency_mode=True, device="cpu", timeout_s=2.0
-        ) as buffer:
-            results = run_pairs(buffer, CASE)
-            if buffer.rank == 0:
-                with pytest.raises(PeerTimeout) as caught:
-                    dispatch(buffer)
-                assert caught.value.peer == 1
-            group.barrier()
-            buffer.reset()
-            return results + run_pairs(buffer, CASE)
+    def main(buffer: Buffer) -> list:
+        results = run_pairs(buffer, CASE)
+        if buffer.rank == 0:
+            with pytest.raises(PeerTimeout) as caught:
+                dispatch(buffer)
+            assert caught.value.peer == 1
+        buffer.group.barrier()
+        buffer.reset()
+        return results + run_pairs(buffer, CASE)
 
-    results = local.run(main, 2, timeout_s=60)
+    results = on_buffers(main, 2, 0, CASE.num_bytes, low_latency_mode=True, timeout_s=2.0)
     verify(CASE, [ranks[:2] for ranks in results])
     verify(CASE, [ranks[2:] for ranks in results])
 

@@ -14,12 +14,14 @@ from low_latency import (
     Range,
     check_logfmt,
     inputs_of,
+    on_case,
     open_buffer,
     pairs_amid_normal_calls,
     run_case,
     run_pairs,
     verify,
 )
+from on_buffers import on_buffers
 from schedules import on_threads, run_seeds
 
 import deep_comm
@@ -133,16 +135,12 @@ def test_a_row_crosses_once_to_a_node_or_to_each_rank_there_and_never_to_the_own
 
 def test_low_latency_and_normal_calls_mix_in_any_order() -> None:
     case = LowLatencyCase((5, 8, 3, 0), 8, hidden=256, topk=3, use_fp8=True, calls=4)
-
-    def main(group: local.ThreadGroup) -> list:
-        hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 256, 4, 8, ranks_per_node=2)
-        with deep_comm.Buffer(
-            group, 1 << 20, max(hint, 1 << 20), low_latency_mode=True, device="cpu",
-            ranks_per_node=2,
-        ) as buffer:  # fmt: skip
-            return pairs_amid_normal_calls(buffer, case)
-
-    verify(case, local.run(main, 4, timeout_s=60))
+    hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 256, 4, 8, ranks_per_node=2)
+    results = on_buffers(
+        lambda buffer: pairs_amid_normal_calls(buffer, case), 4, 1 << 20, max(hint, 1 << 20),
+        low_latency_mode=True, ranks_per_node=2,
+    )  # fmt: skip
+    verify(case, results)
 
 
 def test_shapes_may_change_and_the_region_be_zeroed_between_calls() -> None:
@@ -151,29 +149,26 @@ def test_shapes_may_change_and_the_region_be_zeroed_between_calls() -> None:
         LowLatencyCase((30, 12, 5, 9), 32, hidden=128, topk=2, use_fp8=True, calls=3),
         LowLatencyCase((1, 2, 2, 1), 2, hidden=1024, topk=8, compact=True, calls=3),
     ]
+    hints = [
+        deep_comm.Buffer.get_low_latency_rdma_size_hint(
+            case.max_tokens, case.hidden, 4, case.experts, ranks_per_node=2
+        )
+        for case in cases
+    ]
 
-    def main(group: local.ThreadGroup) -> list:
-        hints = [
-            deep_comm.Buffer.get_low_latency_rdma_size_hint(
-                case.max_tokens, case.hidden, 4, case.experts, ranks_per_node=2
-            )
-            for case in cases
-        ]
+    def main(buffer: deep_comm.Buffer) -> list:
         results = []
-        with deep_comm.Buffer(
-            group, 0, max(hints), low_latency_mode=True, device="cpu", ranks_per_node=2
-        ) as buffer:
-            region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-            assert region.numel() == max(hints)
-            for case in (*cases, *cases):
-                results.append(run_pairs(buffer, case))
-                group.barrier()
-                region.zero_()
-                group.barrier()
-                buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
+        region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+        assert region.numel() == max(hints)
+        for case in (*cases, *cases):
+            results.append(run_pairs(buffer, case))
+            buffer.group.barrier()
+            region.zero_()
+            buffer.group.barrier()
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
         return results
 
-    results = local.run(main, 4, timeout_s=60)
+    results = on_buffers(main, 4, 0, max(hints), low_latency_mode=True, ranks_per_node=2)
     for number, case in enumerate((*cases, *cases)):
         verify(case, [ranks[number] for ranks in results])
 
@@ -189,25 +184,23 @@ def test_logfmt_stays_within_its_stated_error(compact: bool, scale: float) -> No
 
 
 def test_the_most_tokens_of_any_rank_are_reported_to_all() -> None:
-    def main(group: local.ThreadGroup) -> int:
-        hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 64, 4, 4, ranks_per_node=2)
-        with deep_comm.Buffer(
-            group, 0, hint, low_latency_mode=True, device="cpu", ranks_per_node=2
-        ) as buffer:
-            num = (3, 11, 0, 7)[buffer.rank]
-            x = torch.zeros(num, 64, dtype=torch.bfloat16)
-            idx = torch.zeros(num, 1, dtype=torch.int64)
-            stats = torch.zeros(4, dtype=torch.int64)
-            total = torch.zeros(1, dtype=torch.int32)
-            for _ in range(2):
-                buffer.low_latency_dispatch(
-                    x, idx, 16, 4, total, stats, use_fp8=False, report_num_tokens=True
-                )
-            assert int(total) == (2 * 21 if buffer.rank == 0 else 0)
-            assert (stats >= 0).all()
-            return buffer.wait_low_latency_num_tokens()
+    hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 64, 4, 4, ranks_per_node=2)
 
-    assert local.run(main, 4, timeout_s=60) == [11] * 4
+    def main(buffer: deep_comm.Buffer) -> int:
+        num = (3, 11, 0, 7)[buffer.rank]
+        x = torch.zeros(num, 64, dtype=torch.bfloat16)
+        idx = torch.zeros(num, 1, dtype=torch.int64)
+        stats = torch.zeros(4, dtype=torch.int64)
+        total = torch.zeros(1, dtype=torch.int32)
+        for _ in range(2):
+            buffer.low_latency_dispatch(
+                x, idx, 16, 4, total, stats, use_fp8=False, report_num_tokens=True
+            )
+        assert int(total) == (2 * 21 if buffer.rank == 0 else 0)
+        assert (stats >= 0).all()
+        return buffer.wait_low_latency_num_tokens()
+
+    assert on_buffers(main, 4, 0, hint, low_latency_mode=True, ranks_per_node=2) == [11] * 4
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -221,49 +214,43 @@ def test_a_region_that_is_too_small_names_the_bytes_it_needs() -> None:
         16, 256, 16, 8
     ) == deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 256, 16, 8, ranks_per_node=8)
 
-    def main(group: local.ThreadGroup) -> None:
-        with deep_comm.Buffer(
-            group, 0, 1 << 14, low_latency_mode=True, device="cpu", ranks_per_node=2
-        ) as buffer:
-            x, idx = torch.zeros(2, 256, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
-            with pytest.raises(errors.BufferTooSmall, match="num_rdma_bytes"):
-                buffer.low_latency_dispatch(x, idx, 16, 8, use_fp8=False)
+    def main(buffer: deep_comm.Buffer) -> None:
+        x, idx = torch.zeros(2, 256, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+        with pytest.raises(errors.BufferTooSmall, match="num_rdma_bytes"):
+            buffer.low_latency_dispatch(x, idx, 16, 8, use_fp8=False)
 
-    local.run(main, 4, timeout_s=30)
+    on_buffers(main, 4, 0, 1 << 14, low_latency_mode=True, ranks_per_node=2)
 
 
 def test_ranks_that_disagree_are_told_and_one_reset_helps() -> None:
     case = LowLatencyCase((3, 2, 4, 1), 8, hidden=128, ranks_per_node=2, calls=2)
 
-    def main(group: local.ThreadGroup) -> list:
-        with open_buffer(group, case, timeout_s=2.0) as buffer:
-            x, idx = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
-            with pytest.raises((errors.ConfigMismatch, errors.PeerTimeout)):
-                buffer.low_latency_dispatch(x, idx, 8 - (buffer.rank == 2), 8, use_fp8=False)
-            group.barrier()
-            buffer.reset()
-            return run_pairs(buffer, case)
+    def main(buffer: deep_comm.Buffer) -> list:
+        x, idx = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
+        with pytest.raises((errors.ConfigMismatch, errors.PeerTimeout)):
+            buffer.low_latency_dispatch(x, idx, 8 - (buffer.rank == 2), 8, use_fp8=False)
+        buffer.group.barrier()
+        buffer.reset()
+        return run_pairs(buffer, case)
 
-    verify(case, local.run(main, 4, timeout_s=60))
+    verify(case, on_case(main, case, timeout_s=2.0))
 
 
 def test_an_expert_out_of_range_is_reported_and_the_rest_is_sent() -> None:
-    def main(group: local.ThreadGroup) -> int:
-        hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 64, 2, 2, ranks_per_node=1)
-        with deep_comm.Buffer(
-            group, 0, hint, low_latency_mode=True, device="cpu", ranks_per_node=1
-        ) as buffer:
-            x = torch.ones(2, 64, dtype=torch.bfloat16)
-            idx = torch.tensor([[0, 1], [1, 0]])
-            if buffer.rank == 0:
-                idx[1, 0] = 7
-                with pytest.raises(errors.ExpertIndexError):
-                    buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
-                return -1
-            recv, count, *_ = buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
-            return int(count)
+    hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 64, 2, 2, ranks_per_node=1)
 
-    assert local.run(main, 2, timeout_s=60) == [-1, 3]
+    def main(buffer: deep_comm.Buffer) -> int:
+        x = torch.ones(2, 64, dtype=torch.bfloat16)
+        idx = torch.tensor([[0, 1], [1, 0]])
+        if buffer.rank == 0:
+            idx[1, 0] = 7
+            with pytest.raises(errors.ExpertIndexError):
+                buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
+            return -1
+        recv, count, *_ = buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
+        return int(count)
+
+    assert on_buffers(main, 2, 0, hint, low_latency_mode=True, ranks_per_node=1) == [-1, 3]
 
 
 def late_rank(group: object, silent: int) -> str:

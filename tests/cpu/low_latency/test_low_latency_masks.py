@@ -7,7 +7,7 @@ import random
 import forked
 import pytest
 import torch
-from low_latency import LowLatencyCase, Pair, open_buffer
+from low_latency import LowLatencyCase, Pair, on_case, open_buffer
 from low_latency_masks import (
     CLEAN,
     DEAD,
@@ -158,11 +158,10 @@ def test_masks_need_enable_shrink() -> None:
 def test_without_masks_a_silent_rank_is_still_an_error() -> None:
     case = case_of(calls=1, mode="plain")
 
-    def main(group: local.ThreadGroup) -> None:
-        with open_buffer(group, case, timeout_s=0.2) as buffer:
-            if buffer.rank != DEAD:
-                with pytest.raises(deep_comm.PeerTimeout) as caught:
-                    Pair(buffer, case, 0).dispatch()
-                assert caught.value.peer == DEAD
+    def main(buffer: deep_comm.Buffer) -> None:
+        if buffer.rank != DEAD:
+            with pytest.raises(deep_comm.PeerTimeout) as caught:
+                Pair(buffer, case, 0).dispatch()
+            assert caught.value.peer == DEAD
 
-    local.run(main, 3, timeout_s=60)
+    on_case(main, case, timeout_s=0.2)

@@ -11,6 +11,7 @@ import forked
 import pytest
 import torch
 from low_latency import LowLatencyCase, Range, run_case, verify
+from on_buffers import on_buffers
 from schedules import on_threads, run_seeds, some_of
 
 import deep_comm
@@ -89,17 +90,16 @@ def test_awkward_numbers_are_cast_as_the_reference_says(scale: float | None) -> 
     x = awkward_rows()
     factor = None if scale is None else torch.tensor([scale])
 
-    def fn(group):
-        with deep_comm.Buffer(group, 0, 1 << 20, low_latency_mode=True, device="cpu") as buffer:
-            (rows, tiles), count, handle, _, _ = buffer.low_latency_dispatch(
-                x, torch.zeros(len(x), 1, dtype=torch.int64), 8, 1, use_nvfp4=True,
-                x_global_scale=factor,
-            )  # fmt: skip
-            assert rows.dtype == torch.uint8 and rows.shape == (1, 8, 32)
-            assert tiles.dtype == torch.float8_e4m3fn and tiles.shape == (1, 1, 1, 32, 4, 4)
-            return rows[0], tiles.view(torch.uint8)
+    def fn(buffer):
+        (rows, tiles), count, handle, _, _ = buffer.low_latency_dispatch(
+            x, torch.zeros(len(x), 1, dtype=torch.int64), 8, 1, use_nvfp4=True,
+            x_global_scale=factor,
+        )  # fmt: skip
+        assert rows.dtype == torch.uint8 and rows.shape == (1, 8, 32)
+        assert tiles.dtype == torch.float8_e4m3fn and tiles.shape == (1, 1, 1, 32, 4, 4)
+        return rows[0], tiles.view(torch.uint8)
 
-    rows, tiles = local.run(fn, 1, timeout_s=60)[0]
+    rows, tiles = on_buffers(fn, 1, 0, 1 << 20, low_latency_mode=True)[0]
     expected_rows, expected_scales = reference.quantise_nvfp4(x, factor)
     assert torch.equal(rows, expected_rows)
     assert torch.equal(reference.rows_of_scale_tiles(tiles, 8)[0], expected_scales)
@@ -161,16 +161,15 @@ def test_tiles_lie_as_block_scaled_products_read_them() -> None:
     ],
 )
 def test_a_bad_argument_is_named(options: dict, name: str) -> None:
-    def fn(group):
-        with deep_comm.Buffer(group, 0, 1 << 20, low_latency_mode=True, device="cpu") as buffer:
-            x, idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
-            with pytest.raises(deep_comm.ArgumentError) as caught:
-                buffer.low_latency_dispatch(x, idx, 8, 1, **options)
-            assert caught.value.argument == name
-            with pytest.raises(deep_comm.ArgumentError, match="multiple of 64"):
-                buffer.low_latency_dispatch(x[:, :32].contiguous(), idx, 8, 1, use_nvfp4=True)
+    def fn(buffer):
+        x, idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
+        with pytest.raises(deep_comm.ArgumentError) as caught:
+            buffer.low_latency_dispatch(x, idx, 8, 1, **options)
+        assert caught.value.argument == name
+        with pytest.raises(deep_comm.ArgumentError, match="multiple of 64"):
+            buffer.low_latency_dispatch(x[:, :32].contiguous(), idx, 8, 1, use_nvfp4=True)
 
-    local.run(fn, 1, timeout_s=60)
+    on_buffers(fn, 1, 0, 1 << 20, low_latency_mode=True)
 
 
 def test_formats_take_turns_on_one_buffer() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
+from on_buffers import on_buffers
 from schedules import some_of
 from small_calls import E, R, T, inputs, on_normal
 
 import deep_comm
-from deep_comm import Config, local, simulate, tuning
+from deep_comm import Config, simulate, tuning
 
 FEW = 11  # rows, and
 SMS = 5
@@ -136,22 +137,19 @@ def test_schedules_of_more_blocks_than_channels(num_bytes: int, model: None) -> 
 
 
 def test_a_rank_that_stays_away_is_named(model: None) -> None:
-    def main(group: Any) -> None:
-        with deep_comm.Buffer(
-            group, 8 << 20, num_direct_bytes=4 << 20, device="cpu", timeout_s=1
-        ) as buffer:
-            x, idx, weights = inputs(group.rank(), 3)
-            rows, _, _, _, handle, _ = buffer.dispatch(
-                x, topk_idx=idx, topk_weights=weights, num_experts=E
-            )
-            if group.rank() == 0:
-                return
-            with pytest.raises(deep_comm.PeerTimeout) as raised:
-                buffer.combine(rows, handle)
-                buffer.combine(rows, handle)
-            assert raised.value.peer == 0
+    def main(buffer: deep_comm.Buffer) -> None:
+        x, idx, weights = inputs(buffer.rank, 3)
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=E
+        )
+        if buffer.rank == 0:
+            return
+        with pytest.raises(deep_comm.PeerTimeout) as raised:
+            buffer.combine(rows, handle)
+            buffer.combine(rows, handle)
+        assert raised.value.peer == 0
 
-    local.run(main, R, timeout_s=60)
+    on_buffers(main, R, 8 << 20, num_direct_bytes=4 << 20, timeout_s=1)
 
 
 def test_the_model_stops_where_its_gain_is_worth_less_than_the_tolerance() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from on_buffers import on_buffers
 from roundtrip import run_case, verify
 from schedules import some_of
 from small_calls import routing_bytes
 
 import deep_comm
-from deep_comm import errors, local, simulate
+from deep_comm import errors, simulate
 
 H, E = 64, 8
 FIRST_GUESS = 2  # launches of a dispatch whose outputs were reserved well: notify and dispatch
@@ -39,33 +40,30 @@ def lies_in_region(buffer: deep_comm.Buffer, tensor: torch.Tensor) -> bool:
 
 
 def test_layout_counts_and_rows_take_two_launches() -> None:
-    def rank_main(group):
-        with deep_comm.Buffer(
-            group, 2 << 20, num_direct_bytes=1 << 20, device="cpu", timeout_s=20
-        ) as buffer:
-            free = buffer._context.region.num_free_bytes
-            launches, received = launches_of(buffer, **inputs(10 + group.rank()))
-            assert lies_in_region(buffer, received[0])
-            # Reserved for more rows than came, kept for those that came.
-            # Rows, indices and weights, each in whole lines.
-            output = sum(-(-21 * row // 128) * 128 for row in (2 * H, 2 * 8, 2 * 4))
-            assert received[0].shape[0] == 21
-            # The source tokens are one line.
-            used = output + routing_bytes(received[4]) + 128
-            assert free - buffer._context.region.num_free_bytes == used
-            return launches
+    def rank_main(buffer):
+        free = buffer._context.region.num_free_bytes
+        launches, received = launches_of(buffer, **inputs(10 + buffer.rank))
+        assert lies_in_region(buffer, received[0])
+        # Reserved for more rows than came, kept for those that came.
+        # Rows, indices and weights, each in whole lines.
+        output = sum(-(-21 * row // 128) * 128 for row in (2 * H, 2 * 8, 2 * 4))
+        assert received[0].shape[0] == 21
+        # The source tokens are one line.
+        used = output + routing_bytes(received[4]) + 128
+        assert free - buffer._context.region.num_free_bytes == used
+        return launches
 
-    assert local.run(rank_main, 2, timeout_s=60) == [FIRST_GUESS] * 2
+    assert (
+        on_buffers(rank_main, 2, 2 << 20, num_direct_bytes=1 << 20, timeout_s=20)
+        == [FIRST_GUESS] * 2
+    )
 
 
 def test_without_a_region_nothing_is_launched_in_hope() -> None:
-    def rank_main(group):
-        with deep_comm.Buffer(
-            group, 2 << 20, num_direct_bytes=0, device="cpu", timeout_s=20
-        ) as buffer:
-            return launches_of(buffer, **inputs(30))[0]
+    def rank_main(buffer):
+        return launches_of(buffer, **inputs(30))[0]
 
-    assert local.run(rank_main, 3, timeout_s=60) == [2] * 3
+    assert on_buffers(rank_main, 3, 2 << 20, num_direct_bytes=0, timeout_s=20) == [2] * 3
 
 
 @pytest.mark.parametrize("seed", some_of(range(40)))

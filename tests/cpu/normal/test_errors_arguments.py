@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_buffers import on_buffers
 
 import deep_comm
 from deep_comm import (
@@ -32,12 +33,7 @@ T, H, K, E = 6, 64, 2, 4
 
 def _alone(body: Callable[[Buffer], Any], **options: Any) -> Any:
     """``body(buffer)`` on a group of one rank, where every call can be made without partners."""
-
-    def main(group: local.ThreadGroup) -> Any:
-        with Buffer(group, **{"num_nvl_bytes": 1 << 20, "device": "cpu", **options}) as buffer:
-            return body(buffer)
-
-    return local.run(main, 1)[0]
+    return on_buffers(body, 1, **{"num_nvl_bytes": 1 << 20, **options})[0]
 
 
 def _inputs() -> dict[str, torch.Tensor]:
@@ -81,14 +77,20 @@ def _require_working(buffer: Buffer) -> None:
 
 STRIDED = torch.zeros(T, 2 * H, dtype=torch.bfloat16)[:, ::2]
 
+
+def bad(argument: str, value: Any, *fragments: str, **others: Any) -> tuple[Any, ...]:
+    """What is given, which argument the error names, and what else it says."""
+    return {argument: value, **others}, argument, *fragments
+
+
 DISPATCH_CASES = {
-    "x of a list": ({"x": [1, 2, 3]}, "x", "3 items"),
-    "x of a string": ({"x": "tokens"}, "x", "str"),
-    "x of one dimension": ({"x": torch.zeros(T * H)}, "x", "[tokens, hidden]"),
-    "x not contiguous": ({"x": STRIDED}, "x", "contiguous"),
-    "x of 24-byte rows": ({"x": torch.zeros(T, 6)}, "x", "24 bytes"),
-    "x without columns": ({"x": torch.zeros(T, 0)}, "x", "0 bytes"),
-    "x on another device": ({"x": torch.zeros(T, H, device="meta")}, "x", "meta"),
+    "x of a list": bad("x", [1, 2, 3], "3 items"),
+    "x of a string": bad("x", "tokens", "str"),
+    "x of one dimension": bad("x", torch.zeros(T * H), "[tokens, hidden]"),
+    "x not contiguous": bad("x", STRIDED, "contiguous"),
+    "x of 24-byte rows": bad("x", torch.zeros(T, 6), "24 bytes"),
+    "x without columns": bad("x", torch.zeros(T, 0), "0 bytes"),
+    "x on another device": bad("x", torch.zeros(T, H, device="meta"), "meta"),
     "scales of other rows": (
         {"x": (torch.zeros(T, H), torch.zeros(T + 1, 2))},
         "x_scales",
@@ -100,95 +102,62 @@ DISPATCH_CASES = {
         "complex128",
     ),
     "scales without columns": ({"x": (torch.zeros(T, H), torch.zeros(T, 0))}, "x_scales", "column"),
-    "topk_idx of int16": (
-        {"topk_idx": torch.zeros(T, K, dtype=torch.int16)},
-        "topk_idx",
-        "torch.int16",
+    "topk_idx of int16": bad("topk_idx", torch.zeros(T, K, dtype=torch.int16), "torch.int16"),
+    "topk_idx of other rows": bad(
+        "topk_idx", torch.zeros(T - 1, K, dtype=torch.int64), f"[{T}, top-k]"
     ),
-    "topk_idx of other rows": (
-        {"topk_idx": torch.zeros(T - 1, K, dtype=torch.int64)},
-        "topk_idx",
-        f"[{T}, top-k]",
+    "topk_idx of 65 columns": bad(
+        "topk_idx", torch.zeros(T, 65, dtype=torch.int64), "64 columns", topk_weights=None
     ),
-    "topk_idx of 65 columns": (
-        {"topk_idx": torch.zeros(T, 65, dtype=torch.int64), "topk_weights": None},
-        "topk_idx",
-        "64 columns",
+    "topk_weights of float64": bad(
+        "topk_weights", torch.zeros(T, K, dtype=torch.float64), "torch.float64"
     ),
-    "topk_weights of float64": (
-        {"topk_weights": torch.zeros(T, K, dtype=torch.float64)},
-        "topk_weights",
-        "torch.float64",
-    ),
-    "topk_weights of another K": (
-        {"topk_weights": torch.zeros(T, K + 1)},
-        "topk_weights",
-        "[6, 2]",
-    ),
+    "topk_weights of another K": bad("topk_weights", torch.zeros(T, K + 1), "[6, 2]"),
     "topk_weights alone": ({"topk_idx": None}, "topk_weights", "topk_idx"),
-    "no layout": ({"num_tokens_per_rank": None}, "num_tokens_per_rank", "needed"),
+    "no layout": bad("num_tokens_per_rank", None, "needed"),
     "neither layout nor num_experts": (
         dict.fromkeys(("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert")),
         "num_experts",
         "needed with topk_idx",
     ),
-    "topk_idx in the place of the handle": (
-        {"handle": torch.zeros(T, K, dtype=torch.int64), "topk_idx": None, "topk_weights": None},
+    "topk_idx in the place of the handle": bad(
         "handle",
+        torch.zeros(T, K, dtype=torch.int64),
         "pass topk_idx by name",
+        topk_idx=None,
+        topk_weights=None,
     ),
-    "layout of int64": (
-        {"num_tokens_per_rank": torch.zeros(1, dtype=torch.int64)},
-        "num_tokens_per_rank",
-        "torch.int64",
+    "layout of int64": bad("num_tokens_per_rank", torch.zeros(1, dtype=torch.int64), "torch.int64"),
+    "layout of two ranks": bad("num_tokens_per_rank", torch.zeros(2, dtype=torch.int32), "[2]"),
+    "mask of bytes": bad("is_token_in_rank", torch.zeros(T, 1, dtype=torch.uint8), "torch.uint8"),
+    "mask of other rows": bad(
+        "is_token_in_rank", torch.zeros(T + 2, 1, dtype=torch.bool), f"[{T}, 1]"
     ),
-    "layout of two ranks": (
-        {"num_tokens_per_rank": torch.zeros(2, dtype=torch.int32)},
-        "num_tokens_per_rank",
-        "[2]",
+    "num_experts beside another layout": bad("num_experts", E + 1, "5"),
+    "alignment 0": bad("expert_alignment", 0, "0"),
+    "alignment whose sums would wrap": bad(
+        "expert_alignment", 1 << 30, "65536", num_worst_tokens=64
     ),
-    "mask of bytes": (
-        {"is_token_in_rank": torch.zeros(T, 1, dtype=torch.uint8)},
-        "is_token_in_rank",
-        "torch.uint8",
-    ),
-    "mask of other rows": (
-        {"is_token_in_rank": torch.zeros(T + 2, 1, dtype=torch.bool)},
-        "is_token_in_rank",
-        f"[{T}, 1]",
-    ),
-    "num_experts beside another layout": ({"num_experts": E + 1}, "num_experts", "5"),
-    "alignment 0": ({"expert_alignment": 0}, "expert_alignment", "0"),
-    "alignment whose sums would wrap": (
-        {"expert_alignment": 1 << 30, "num_worst_tokens": 64},
-        "expert_alignment",
-        "65536",
-    ),
-    "num_worst_tokens of 2**31": ({"num_worst_tokens": 1 << 31}, "num_worst_tokens", "2147483648"),
-    "num_experts of a text": ({"num_experts": "4"}, "num_experts", "'4' of type str"),
-    "num_worst_tokens -1": ({"num_worst_tokens": -1}, "num_worst_tokens", "-1"),
-    "config of a dict": ({"config": {"num_sms": 2}}, "config", "dict"),
+    "num_worst_tokens of 2**31": bad("num_worst_tokens", 1 << 31, "2147483648"),
+    "num_experts of a text": bad("num_experts", "4", "'4' of type str"),
+    "num_worst_tokens -1": bad("num_worst_tokens", -1, "-1"),
+    "config of a dict": bad("config", {"num_sms": 2}, "dict"),
     "config of no SMs": ({"config": Config(0)}, "config.num_sms", "0"),
     "config of too many SMs": ({"config": Config(514)}, "config.num_sms", "514"),
-    "previous_event of a number": ({"previous_event": 3}, "previous_event", "int"),
-    "allocate_on_comm_stream alone": (
-        {"allocate_on_comm_stream": True},
+    "previous_event of a number": bad("previous_event", 3, "int"),
+    "allocate_on_comm_stream alone": bad("allocate_on_comm_stream", True, "previous_event"),
+    "allocate_on_comm_stream and synchronous": bad(
         "allocate_on_comm_stream",
-        "previous_event",
-    ),
-    "allocate_on_comm_stream and synchronous": (
-        {"allocate_on_comm_stream": True, "previous_event": EventOverlap(EventHandle())},
-        "allocate_on_comm_stream",
+        True,
         "async_finish=False",
+        previous_event=EventOverlap(EventHandle()),
     ),
-    "allocate_on_comm_stream after no event": (
-        {
-            "allocate_on_comm_stream": True,
-            "previous_event": EventOverlap(None),
-            "async_finish": True,
-        },
+    "allocate_on_comm_stream after no event": bad(
         "allocate_on_comm_stream",
+        True,
         "previous_event=None",
+        previous_event=EventOverlap(None),
+        async_finish=True,
     ),
 }
 
@@ -207,38 +176,28 @@ def test_dispatch_names_a_bad_argument_and_launches_nothing(name: str) -> None:
 
 
 COMBINE_CASES = {
-    "x of integers": ({"x": torch.zeros(T, H, dtype=torch.int32)}, "x", "torch.int32"),
-    "x not contiguous": ({"x": STRIDED}, "x", "contiguous"),
-    "x of 24-byte rows": ({"x": torch.zeros(T, 6)}, "x", "24 bytes"),
+    "x of integers": bad("x", torch.zeros(T, H, dtype=torch.int32), "torch.int32"),
+    "x not contiguous": bad("x", STRIDED, "contiguous"),
+    "x of 24-byte rows": bad("x", torch.zeros(T, 6), "24 bytes"),
     "x of other rows": (
         {"x": torch.zeros(T + 1, H, dtype=torch.bfloat16)},
         "handle",
         "6 received rows",
     ),
-    "weights of other rows": (
-        {"topk_weights": torch.zeros(T + 1, K)},
-        "topk_weights",
-        "[6, top-k]",
+    "weights of other rows": bad("topk_weights", torch.zeros(T + 1, K), "[6, top-k]"),
+    "weights of float16": bad(
+        "topk_weights", torch.zeros(T, K, dtype=torch.float16), "torch.float16"
     ),
-    "weights of float16": (
-        {"topk_weights": torch.zeros(T, K, dtype=torch.float16)},
-        "topk_weights",
-        "torch.float16",
-    ),
-    "bias of another dtype": ({"bias": torch.zeros(T, H)}, "bias", "torch.float32"),
-    "bias of other rows": (
-        {"bias": torch.zeros(T - 1, H, dtype=torch.bfloat16)},
-        "bias",
-        "[6, 64]",
-    ),
-    "three biases": ({"bias": (None, None, None)}, "bias", "3 items"),
+    "bias of another dtype": bad("bias", torch.zeros(T, H), "torch.float32"),
+    "bias of other rows": bad("bias", torch.zeros(T - 1, H, dtype=torch.bfloat16), "[6, 64]"),
+    "three biases": bad("bias", (None, None, None), "3 items"),
     "second bias of another shape": (
         {"bias": (None, torch.zeros(T, 2, dtype=torch.bfloat16))},
         "bias[1]",
         "[6, 64]",
     ),
-    "no handle": ({"handle": None}, "handle", "NoneType", "with a handle returns none"),
-    "a tuple of five": ({"handle": (None,) * 5}, "handle", "5 items"),
+    "no handle": bad("handle", None, "NoneType", "with a handle returns none"),
+    "a tuple of five": bad("handle", (None,) * 5, "5 items"),
     "another channel count": ({"config": Config(4, 1, 1)}, "handle", "1 channels"),
 }
 

@@ -1,16 +1,16 @@
 """Expanded dispatch and combine over a matrix of shapes, bit for bit; ranks are threads."""
 
 from dataclasses import replace
-from typing import Any
 
 import matrix
 import pytest
 import torch
 from cases import Case, Scales
 from expanded import check, check_processes, check_refusals, dispatch_ones
+from on_buffers import on_buffers
 from schedules import part_of
 
-from deep_comm import Buffer, local
+from deep_comm import Buffer
 from deep_comm.errors import ArgumentError, CapacityError, ConfigMismatch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -60,44 +60,37 @@ def test_processes_over_shared_memory() -> None:
 
 
 def test_without_weights() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with Buffer(group, 1 << 20, device="cpu") as buffer:
-            x, idx, weights, counts, handle, _ = dispatch_ones(buffer, 6, 1)
-            assert weights is None
-            assert idx.tolist() == [0] * 6 + [1] * 6
-            assert counts == [6, 6]
-            y, _, _ = buffer.combine(x, handle)
-            assert y.unique().tolist() == [2.0]
+    def main(buffer: Buffer) -> None:
+        x, idx, weights, counts, handle, _ = dispatch_ones(buffer, 6, 1)
+        assert weights is None
+        assert idx.tolist() == [0] * 6 + [1] * 6
+        assert counts == [6, 6]
+        y, _, _ = buffer.combine(x, handle)
+        assert y.unique().tolist() == [2.0]
 
-    local.run(main, 2)
+    on_buffers(main, 2, 1 << 20)
 
 
 def test_alignment_must_agree() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with Buffer(group, 1 << 20, device="cpu") as buffer:
-            with pytest.raises(ConfigMismatch, match="expert_alignment"):
-                dispatch_ones(buffer, 6, 1 + group.rank())
-            assert dispatch_ones(buffer, 6, 8)[3] == [8, 8]  # the Buffer goes on
+    def main(buffer: Buffer) -> None:
+        with pytest.raises(ConfigMismatch, match="expert_alignment"):
+            dispatch_ones(buffer, 6, 1 + buffer.rank)
+        assert dispatch_ones(buffer, 6, 8)[3] == [8, 8]  # the Buffer goes on
 
-    local.run(main, 2)
+    on_buffers(main, 2, 1 << 20)
 
 
 def test_expand_must_agree() -> None:
-    def main(group: local.ThreadGroup) -> None:
+    def main(buffer: Buffer) -> None:
         idx = torch.zeros(3, 1, dtype=torch.int64)
         x = torch.ones(3, 64, dtype=torch.bfloat16)
-        with Buffer(group, 1 << 20, device="cpu") as buffer:
-            with pytest.raises(ConfigMismatch, match="expand"):
-                buffer.dispatch(x, topk_idx=idx, num_experts=2, expand=group.rank() == 0)
+        with pytest.raises(ConfigMismatch, match="expand"):
+            buffer.dispatch(x, topk_idx=idx, num_experts=2, expand=buffer.rank == 0)
 
-    local.run(main, 2)
+    on_buffers(main, 2, 1 << 20)
 
 
 NODES = pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["node", "nodes"])
-
-
-def _buffer(group: Any, ranks_per_node: int | None, **options: Any) -> Buffer:
-    return Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=ranks_per_node, **options)
 
 
 @NODES
@@ -105,35 +98,35 @@ def _buffer(group: Any, ranks_per_node: int | None, **options: Any) -> Buffer:
 def test_too_few_worst_case_rows_are_an_error(
     direct_bytes: int, ranks_per_node: int | None
 ) -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with _buffer(group, ranks_per_node, num_direct_bytes=direct_bytes) as buffer:
-            # 12 selections a rank in two groups of 16: 32 rows.
-            with pytest.raises(CapacityError) as caught:
-                dispatch_ones(buffer, 6, 16, num_worst_tokens=31)
-            assert (caught.value.rank, caught.value.needed_rows) == (group.rank(), 32)
-            assert dispatch_ones(buffer, 6, 16, num_worst_tokens=32)[0].shape[0] == 32
-            options = dict(num_worst_tokens=40, zero_padding=True)
-            x, idx, *_, handle, _ = dispatch_ones(buffer, 6, 16, **options)
-            assert x.shape[0] == idx.shape[0] == handle.num_output_rows == 40
-            assert int((x != 0).any(dim=1).sum()) == int((idx >= 0).sum()) == 12
-            assert handle.expansion.expert_offsets.tolist() == [0, 16, 32]
-            assert handle.expansion.expert_counts.tolist() == [6, 6]
-            assert (handle.expansion.recv_rows[6:] == -1).all()
-            y, _, _ = buffer.combine(x, handle)
-            assert y.unique().tolist() == [2.0]
+    def main(buffer: Buffer) -> None:
+        # 12 selections a rank in two groups of 16: 32 rows.
+        with pytest.raises(CapacityError) as caught:
+            dispatch_ones(buffer, 6, 16, num_worst_tokens=31)
+        assert (caught.value.rank, caught.value.needed_rows) == (buffer.rank, 32)
+        assert dispatch_ones(buffer, 6, 16, num_worst_tokens=32)[0].shape[0] == 32
+        options = dict(num_worst_tokens=40, zero_padding=True)
+        x, idx, *_, handle, _ = dispatch_ones(buffer, 6, 16, **options)
+        assert x.shape[0] == idx.shape[0] == handle.num_output_rows == 40
+        assert int((x != 0).any(dim=1).sum()) == int((idx >= 0).sum()) == 12
+        assert handle.expansion.expert_offsets.tolist() == [0, 16, 32]
+        assert handle.expansion.expert_counts.tolist() == [6, 6]
+        assert (handle.expansion.recv_rows[6:] == -1).all()
+        y, _, _ = buffer.combine(x, handle)
+        assert y.unique().tolist() == [2.0]
 
-    local.run(main, 2)
+    on_buffers(
+        main, 2, 1 << 20, 1 << 20, ranks_per_node=ranks_per_node, num_direct_bytes=direct_bytes
+    )
 
 
 @NODES
 def test_refusals(ranks_per_node: int | None) -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with _buffer(group, ranks_per_node) as buffer:
-            check_refusals(buffer, 16)
-            x, idx = torch.ones(4, 64, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.int64)
-            with pytest.raises(ArgumentError, match="zero_tail"):
-                buffer.dispatch(
-                    x, topk_idx=idx, num_experts=2, num_worst_tokens=99, zero_tail=True, expand=True
-                )
+    def main(buffer: Buffer) -> None:
+        check_refusals(buffer, 16)
+        x, idx = torch.ones(4, 64, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.int64)
+        with pytest.raises(ArgumentError, match="zero_tail"):
+            buffer.dispatch(
+                x, topk_idx=idx, num_experts=2, num_worst_tokens=99, zero_tail=True, expand=True
+            )
 
-    local.run(main, 2)
+    on_buffers(main, 2, 1 << 20, 1 << 20, ranks_per_node=ranks_per_node)

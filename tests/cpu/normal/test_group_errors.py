@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases import Case
 from disagreeing import tokens
+from on_buffers import on_buffers
 from roundtrip import run_case, verify
 
 import deep_comm
@@ -14,13 +15,12 @@ from deep_comm import errors, local, simulate
 def each_rank(change, *, num_ranks: int = 3, timeout_s: float = 20.0) -> list:
     """Dispatches once per rank after ``change(rank, arguments)``; returns results and errors."""
 
-    def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=timeout_s) as buffer:
-            arguments = tokens(5, 6)
-            change(group.rank(), arguments)
-            return buffer.dispatch(**arguments)
+    def fn(buffer):
+        arguments = tokens(5, 6)
+        change(buffer.rank, arguments)
+        return buffer.dispatch(**arguments)
 
-    return local.run(fn, num_ranks, timeout_s=120, return_errors=True)
+    return on_buffers(fn, num_ranks, 4 << 20, return_errors=True, timeout_s=timeout_s)
 
 
 CONFIG = deep_comm.Config(2, 1, 2, 1, 2)
@@ -43,22 +43,19 @@ CHANGES = {
 def test_a_rank_that_disagrees_is_found_at_the_first_notify(
     what: str, ranks_per_node: int | None
 ) -> None:
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 4 << 20, 4 << 20, device="cpu", timeout_s=20, ranks_per_node=ranks_per_node
-        ) as buffer:
-            good = {**tokens(5, 6), "config": CONFIG}
-            arguments = dict(good)
-            if group.rank() == 1:
-                CHANGES[what](arguments)
-            with pytest.raises(errors.ConfigMismatch) as caught:
-                buffer.dispatch(**arguments)
-            error = caught.value
-            assert len(error.values) >= 2 and error.field and not error.needs_reset
-            recv_x, *_, handle, _ = buffer.dispatch(**good)  # the Buffer stays usable
-            buffer.combine(recv_x, handle, config=CONFIG)
+    def fn(buffer):
+        good = {**tokens(5, 6), "config": CONFIG}
+        arguments = dict(good)
+        if buffer.rank == 1:
+            CHANGES[what](arguments)
+        with pytest.raises(errors.ConfigMismatch) as caught:
+            buffer.dispatch(**arguments)
+        error = caught.value
+        assert len(error.values) >= 2 and error.field and not error.needs_reset
+        recv_x, *_, handle, _ = buffer.dispatch(**good)  # the Buffer stays usable
+        buffer.combine(recv_x, handle, config=CONFIG)
 
-    local.run(fn, 6, timeout_s=120)
+    on_buffers(fn, 6, 4 << 20, 4 << 20, timeout_s=20, ranks_per_node=ranks_per_node)
 
 
 def test_ranks_that_call_different_operations_are_told_which() -> None:
@@ -87,20 +84,24 @@ def test_weights_travel_on_all_ranks_or_on_none(
 ) -> None:
     """Else a rank that expects some would read what nobody has written."""
 
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 4 << 20, 4 << 20, device="cpu", timeout_s=20, ranks_per_node=ranks_per_node,
-            num_direct_bytes=direct_bytes,
-        ) as buffer:  # fmt: skip
-            for _ in range(2):
-                arguments = tokens(5, 6)
+    def fn(buffer):
+        for _ in range(2):
+            arguments = tokens(5, 6)
+            buffer.dispatch(**arguments)
+            if buffer.rank == 1:
+                arguments["topk_weights"] = None
+            with pytest.raises(errors.ConfigMismatch, match="topk_weights"):
                 buffer.dispatch(**arguments)
-                if group.rank() == 1:
-                    arguments["topk_weights"] = None
-                with pytest.raises(errors.ConfigMismatch, match="topk_weights"):
-                    buffer.dispatch(**arguments)
 
-    local.run(fn, 2, timeout_s=120)
+    on_buffers(
+        fn,
+        2,
+        4 << 20,
+        4 << 20,
+        timeout_s=20,
+        ranks_per_node=ranks_per_node,
+        num_direct_bytes=direct_bytes,
+    )
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
@@ -111,19 +112,17 @@ def test_weights_come_ahead_of_low_latency_rows_on_all_ranks_or_on_none(
         5, 64, 2, 6, ranks_per_node=ranks_per_node
     )
 
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 0, num_bytes, low_latency_mode=True, device="cpu", timeout_s=20,
-            ranks_per_node=ranks_per_node,
-        ) as buffer:  # fmt: skip
-            given = tokens(5, 6)
-            weights = given["topk_weights"] if group.rank() == 1 else None
-            with pytest.raises(errors.ConfigMismatch, match="the operation"):
-                buffer.low_latency_dispatch(
-                    given["x"], given["topk_idx"], 5, 6, use_fp8=False, topk_weights=weights
-                )
+    def fn(buffer):
+        given = tokens(5, 6)
+        weights = given["topk_weights"] if buffer.rank == 1 else None
+        with pytest.raises(errors.ConfigMismatch, match="the operation"):
+            buffer.low_latency_dispatch(
+                given["x"], given["topk_idx"], 5, 6, use_fp8=False, topk_weights=weights
+            )
 
-    local.run(fn, 2, timeout_s=120)
+    on_buffers(
+        fn, 2, 0, num_bytes, low_latency_mode=True, timeout_s=20, ranks_per_node=ranks_per_node
+    )
 
 
 @pytest.mark.parametrize("change", [-1, 1, 1 << 20, -(1 << 20)])
@@ -134,53 +133,54 @@ def test_counts_of_a_caller_that_contradict_its_mask_move_nothing_else(
 ) -> None:
     """The mask says where tokens go."""
 
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 4 << 20, 4 << 20, device="cpu", timeout_s=20, ranks_per_node=ranks_per_node,
-            num_direct_bytes=direct_bytes,
-        ) as buffer:  # fmt: skip
-            given = tokens(5, 6)
-            given["x"] += torch.arange(5).unsqueeze(1) + 8 * group.rank()
-            expected = buffer.dispatch(**given)
-            num_experts = given.pop("num_experts")
-            layout = buffer.get_dispatch_layout(given["topk_idx"], num_experts)
-            for _ in range(3):
-                received = buffer.dispatch(
-                    **given, num_tokens_per_rank=layout[0] + change,
-                    num_tokens_per_expert=layout[2], is_token_in_rank=layout[3],
-                )  # fmt: skip
-                for got, want in zip(received[:3], expected[:3], strict=True):
-                    assert torch.equal(got, want)
-                assert received[3] == expected[3]
-                y = buffer.combine(received[0], received[4])[0]
-                assert torch.equal(y, given["x"])
+    def fn(buffer):
+        given = tokens(5, 6)
+        given["x"] += torch.arange(5).unsqueeze(1) + 8 * buffer.rank
+        expected = buffer.dispatch(**given)
+        num_experts = given.pop("num_experts")
+        layout = buffer.get_dispatch_layout(given["topk_idx"], num_experts)
+        for _ in range(3):
+            received = buffer.dispatch(
+                **given, num_tokens_per_rank=layout[0] + change,
+                num_tokens_per_expert=layout[2], is_token_in_rank=layout[3],
+            )  # fmt: skip
+            for got, want in zip(received[:3], expected[:3], strict=True):
+                assert torch.equal(got, want)
+            assert received[3] == expected[3]
+            y = buffer.combine(received[0], received[4])[0]
+            assert torch.equal(y, given["x"])
 
-    local.run(fn, 2, timeout_s=120)
+    on_buffers(
+        fn,
+        2,
+        4 << 20,
+        4 << 20,
+        timeout_s=20,
+        ranks_per_node=ranks_per_node,
+        num_direct_bytes=direct_bytes,
+    )
 
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_expanded_rows_are_counted_by_the_choices_whatever_a_caller_has_counted(
     change: int,
 ) -> None:
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 4 << 20, device="cpu", timeout_s=20, num_direct_bytes=2 << 20
-        ) as buffer:
-            given = tokens(5, 6)
-            expected = buffer.dispatch(**given, expand=True)
-            layout = buffer.get_dispatch_layout(given["topk_idx"], given.pop("num_experts"))
-            for _ in range(3):
-                received = buffer.dispatch(
-                    **given, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
-                    num_tokens_per_expert=layout[2] + change, expand=True,
-                )  # fmt: skip
-                for got, want in zip(received[:3], expected[:3], strict=True):
-                    assert torch.equal(got, want)
-                assert received[3] == expected[3]
-                rows = received[4].expansion.recv_rows
-                assert torch.equal(rows, expected[4].expansion.recv_rows)
+    def fn(buffer):
+        given = tokens(5, 6)
+        expected = buffer.dispatch(**given, expand=True)
+        layout = buffer.get_dispatch_layout(given["topk_idx"], given.pop("num_experts"))
+        for _ in range(3):
+            received = buffer.dispatch(
+                **given, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
+                num_tokens_per_expert=layout[2] + change, expand=True,
+            )  # fmt: skip
+            for got, want in zip(received[:3], expected[:3], strict=True):
+                assert torch.equal(got, want)
+            assert received[3] == expected[3]
+            rows = received[4].expansion.recv_rows
+            assert torch.equal(rows, expected[4].expansion.recv_rows)
 
-    local.run(fn, 2, timeout_s=120)
+    on_buffers(fn, 2, 4 << 20, timeout_s=20, num_direct_bytes=2 << 20)
 
 
 def test_ranks_may_align_their_counts_differently() -> None:
@@ -197,25 +197,24 @@ def test_ranks_may_align_their_counts_differently() -> None:
 @pytest.mark.parametrize("bad", [6, 1 << 20, -2, -(1 << 40), (1 << 32) + 1])
 @pytest.mark.parametrize("fused", [True, False])
 def test_expert_index_out_of_range_is_reported_on_every_rank(bad: int, fused: bool) -> None:
-    def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2) as buffer:
-            arguments = tokens(5, 6)
-            if group.rank() == 2:
-                arguments["topk_idx"][3, 0] = bad
-            if not fused:
-                num_experts = arguments.pop("num_experts")
-                per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(
-                    arguments["topk_idx"], num_experts
-                )
-                arguments.update(
-                    num_tokens_per_rank=per_rank,
-                    num_tokens_per_rdma_rank=per_node,
-                    num_tokens_per_expert=per_expert,
-                    is_token_in_rank=mask,
-                )
-            return buffer.dispatch(**arguments)
+    def fn(buffer):
+        arguments = tokens(5, 6)
+        if buffer.rank == 2:
+            arguments["topk_idx"][3, 0] = bad
+        if not fused:
+            num_experts = arguments.pop("num_experts")
+            per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(
+                arguments["topk_idx"], num_experts
+            )
+            arguments.update(
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                num_tokens_per_expert=per_expert,
+                is_token_in_rank=mask,
+            )
+        return buffer.dispatch(**arguments)
 
-    ended = local.run(fn, 3, timeout_s=120, return_errors=True)
+    ended = on_buffers(fn, 3, 4 << 20, return_errors=True, timeout_s=2)
     assert isinstance(ended[2], errors.ExpertIndexError), repr(ended[2])
     for rank in (0, 1):
         # They hear of it from rank 2, or wait for it in vain.
@@ -223,13 +222,12 @@ def test_expert_index_out_of_range_is_reported_on_every_rank(bad: int, fused: bo
 
 
 def test_a_silent_rank_is_named_with_stage_and_word() -> None:
-    def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
-            if group.rank() == 1:
-                return None
-            return buffer.dispatch(**tokens(5, 6))
+    def fn(buffer):
+        if buffer.rank == 1:
+            return None
+        return buffer.dispatch(**tokens(5, 6))
 
-    ended = local.run(fn, 3, timeout_s=60, return_errors=True)
+    ended = on_buffers(fn, 3, 4 << 20, return_errors=True, timeout_s=2.0)
     for rank in (0, 2):
         error = ended[rank]
         assert isinstance(error, errors.PeerTimeout), repr(error)
@@ -240,14 +238,13 @@ def test_a_silent_rank_is_named_with_stage_and_word() -> None:
 
 
 def test_a_silent_rank_in_combine_is_named() -> None:
-    def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
-            recv_x, _, _, _, handle, _ = buffer.dispatch(**tokens(5, 6))
-            if group.rank() == 2:
-                return None
-            return buffer.combine(recv_x, handle)
+    def fn(buffer):
+        recv_x, _, _, _, handle, _ = buffer.dispatch(**tokens(5, 6))
+        if buffer.rank == 2:
+            return None
+        return buffer.combine(recv_x, handle)
 
-    ended = local.run(fn, 3, timeout_s=60, return_errors=True)
+    ended = on_buffers(fn, 3, 4 << 20, return_errors=True, timeout_s=2.0)
     for rank in (0, 1):
         assert isinstance(ended[rank], errors.PeerTimeout), repr(ended[rank])
         assert ended[rank].kernel == "combine"
@@ -287,42 +284,39 @@ def test_a_rank_killed_under_simulation_is_named(seed: int) -> None:
 def test_buffer_goes_on_after_reset() -> None:
     case = Case((4, 6, 5), experts=6)
 
-    def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
-            if group.rank() != 0:
-                with pytest.raises(errors.PeerTimeout):
-                    buffer.dispatch(**tokens(5, 6))
-            group.barrier()
-            buffer.reset()
-            from roundtrip import call_once
+    def fn(buffer):
+        if buffer.rank != 0:
+            with pytest.raises(errors.PeerTimeout):
+                buffer.dispatch(**tokens(5, 6))
+        buffer.group.barrier()
+        buffer.reset()
+        from roundtrip import call_once
 
-            return [call_once(buffer, case, 0)]
+        return [call_once(buffer, case, 0)]
 
-    verify(case, local.run(fn, 3, timeout_s=60))
+    verify(case, on_buffers(fn, 3, 4 << 20, timeout_s=2.0))
 
 
 def test_a_failed_buffer_says_so_until_it_is_reset() -> None:
-    def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
-            if group.rank() == 0:
-                with pytest.raises(errors.PeerTimeout):
-                    buffer.dispatch(**tokens(5, 6))
-                launches = buffer.runtime.num_launches
-                with pytest.raises(errors.DeepCommError):
-                    buffer.dispatch(**tokens(5, 6))
-                assert buffer.runtime.num_launches - launches <= 2
-            group.barrier()
+    def fn(buffer):
+        if buffer.rank == 0:
+            with pytest.raises(errors.PeerTimeout):
+                buffer.dispatch(**tokens(5, 6))
+            launches = buffer.runtime.num_launches
+            with pytest.raises(errors.DeepCommError):
+                buffer.dispatch(**tokens(5, 6))
+            assert buffer.runtime.num_launches - launches <= 2
+        buffer.group.barrier()
 
-    local.run(fn, 2, timeout_s=60)
+    on_buffers(fn, 2, 4 << 20, timeout_s=2.0)
 
 
 def test_one_rank_that_raises_does_not_hang_the_others() -> None:
-    def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
-            if group.rank() == 1:
-                buffer.dispatch(torch.ones(5, 7, dtype=torch.uint8), topk_idx=None)
-            return buffer.dispatch(**tokens(5, 6))
+    def fn(buffer):
+        if buffer.rank == 1:
+            buffer.dispatch(torch.ones(5, 7, dtype=torch.uint8), topk_idx=None)
+        return buffer.dispatch(**tokens(5, 6))
 
-    ended = local.run(fn, 3, timeout_s=60, return_errors=True)
+    ended = on_buffers(fn, 3, 4 << 20, return_errors=True, timeout_s=2.0)
     assert isinstance(ended[1], errors.ArgumentError)
     assert isinstance(ended[0], errors.PeerTimeout) and isinstance(ended[2], errors.PeerTimeout)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_buffers import on_buffers
 
 import deep_comm
 from deep_comm import ArgumentError, Handle, HandleMismatch, local
@@ -101,17 +102,16 @@ def test_other_row_and_channel_counts_do_not_fit() -> None:
     assert isinstance(error, HandleMismatch)
     assert error.value == "7 received rows"
 
-    def rank_main(group: Any) -> None:
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=20) as buffer:
-            config = deep_comm.Config(2, 4, 8)
-            with pytest.raises(HandleMismatch, match="3 channels"):
-                buffer.combine(torch.ones(7, HIDDEN), _six(), config=config)
-            with pytest.raises(HandleMismatch, match="5 tokens"):
-                buffer.dispatch(torch.ones(6, HIDDEN), handle=_six())
-            with pytest.raises(HandleMismatch, match="without expansion"):
-                buffer.dispatch(torch.ones(5, HIDDEN), handle=_six(), expand=True)
+    def rank_main(buffer: deep_comm.Buffer) -> None:
+        config = deep_comm.Config(2, 4, 8)
+        with pytest.raises(HandleMismatch, match="3 channels"):
+            buffer.combine(torch.ones(7, HIDDEN), _six(), config=config)
+        with pytest.raises(HandleMismatch, match="5 tokens"):
+            buffer.dispatch(torch.ones(6, HIDDEN), handle=_six())
+        with pytest.raises(HandleMismatch, match="without expansion"):
+            buffer.dispatch(torch.ones(5, HIDDEN), handle=_six(), expand=True)
 
-    local.run(rank_main, 2, timeout_s=60)
+    on_buffers(rank_main, 2, 4 << 20, timeout_s=20)
 
 
 def _dispatched(buffer: deep_comm.Buffer, expand: bool) -> tuple[Any, ...]:
@@ -128,37 +128,36 @@ def _dispatched(buffer: deep_comm.Buffer, expand: bool) -> tuple[Any, ...]:
 def test_a_handle_can_be_saved_and_copied(num_nvl_bytes: int, expand: bool) -> None:
     """Its tensors share memory; that must not show."""
 
-    def rank_main(group: Any) -> None:
-        with deep_comm.Buffer(group, num_nvl_bytes, device="cpu", timeout_s=20) as buffer:
-            x, rows, handle = _dispatched(buffer, expand)
-            file = io.BytesIO()
-            torch.save(tuple(handle), file)
-            file.seek(0)
-            others = [
-                copy.deepcopy(handle),
-                copy.copy(handle),
-                pickle.loads(pickle.dumps(handle)),
-                dataclasses.replace(handle),
+    def rank_main(buffer: deep_comm.Buffer) -> None:
+        x, rows, handle = _dispatched(buffer, expand)
+        file = io.BytesIO()
+        torch.save(tuple(handle), file)
+        file.seek(0)
+        others = [
+            copy.deepcopy(handle),
+            copy.copy(handle),
+            pickle.loads(pickle.dumps(handle)),
+            dataclasses.replace(handle),
+        ]
+        if expand:
+            expansion = handle.expansion
+            others += [
+                dataclasses.replace(handle, expansion=copy.copy(expansion)),
+                dataclasses.replace(handle, expansion=dataclasses.replace(expansion)),
             ]
-            if expand:
-                expansion = handle.expansion
-                others += [
-                    dataclasses.replace(handle, expansion=copy.copy(expansion)),
-                    dataclasses.replace(handle, expansion=dataclasses.replace(expansion)),
-                ]
-                with pytest.raises(AttributeError):
-                    _ = expansion.no_such_field
-            else:
-                others += [torch.load(file), tuple(t.clone() for t in handle), list(handle)]
-            for other in others:
-                if isinstance(other, Handle):
-                    assert other.num_recv_tokens == handle.num_recv_tokens
-                    assert other.members == handle.members
-                for _ in range(2):  # a second call takes what the first has found
-                    assert torch.equal(buffer.dispatch(x, handle=other)[0], rows)
-                    assert torch.equal(buffer.combine(rows, other)[0], x)
+            with pytest.raises(AttributeError):
+                _ = expansion.no_such_field
+        else:
+            others += [torch.load(file), tuple(t.clone() for t in handle), list(handle)]
+        for other in others:
+            if isinstance(other, Handle):
+                assert other.num_recv_tokens == handle.num_recv_tokens
+                assert other.members == handle.members
+            for _ in range(2):  # a second call takes what the first has found
+                assert torch.equal(buffer.dispatch(x, handle=other)[0], rows)
+                assert torch.equal(buffer.combine(rows, other)[0], x)
 
-    local.run(rank_main, 2, timeout_s=60)
+    on_buffers(rank_main, 2, num_nvl_bytes, timeout_s=20)
 
 
 @pytest.mark.parametrize("expand", [False, True])

@@ -6,6 +6,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from on_buffers import on_buffers
 
 import deep_comm
 from deep_comm import PeerTimeout, local, simulate
@@ -79,34 +80,30 @@ def test_every_schedule_tells_the_maximum() -> None:
 
 
 def test_a_dispatch_in_worst_case_mode_does_not_wait_and_does_not_know() -> None:
-    def main(group: local.ThreadGroup) -> Any:
-        with deep_comm.Buffer(group, 1 << 18, device="cpu", timeout_s=30) as buffer:
-            x, idx, weights = _inputs(3)
-            return buffer.dispatch(
-                x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, num_worst_tokens=8
-            )[4].max_num_tokens
+    def main(buffer: deep_comm.Buffer) -> Any:
+        x, idx, weights = _inputs(3)
+        return buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, num_worst_tokens=8
+        )[4].max_num_tokens
 
-    assert local.run(main, 2, timeout_s=60) == [None, None]
+    assert on_buffers(main, 2, 1 << 18, timeout_s=30) == [None, None]
 
 
 def test_asking_without_a_report_and_a_silent_peer_are_errors() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with deep_comm.Buffer(
-            group, 1 << 18, NUM_RDMA_BYTES, low_latency_mode=True, device="cpu", timeout_s=0.3
-        ) as buffer:
-            with pytest.raises(ValueError, match="asked to report"):
+    def main(buffer: deep_comm.Buffer) -> None:
+        with pytest.raises(ValueError, match="asked to report"):
+            buffer.wait_low_latency_num_tokens()
+        buffer.group.barrier()
+        if buffer.rank == 0:
+            x, idx, weights = _inputs(3)
+            with pytest.raises(PeerTimeout) as caught:
+                buffer.low_latency_dispatch(
+                    x, idx, MAX_TOKENS, EXPERTS, use_fp8=False, topk_weights=weights,
+                    report_num_tokens=True,
+                )  # fmt: skip
+            assert caught.value.peer == 1
+            with pytest.raises(PeerTimeout):
                 buffer.wait_low_latency_num_tokens()
-            group.barrier()
-            if buffer.rank == 0:
-                x, idx, weights = _inputs(3)
-                with pytest.raises(PeerTimeout) as caught:
-                    buffer.low_latency_dispatch(
-                        x, idx, MAX_TOKENS, EXPERTS, use_fp8=False, topk_weights=weights,
-                        report_num_tokens=True,
-                    )  # fmt: skip
-                assert caught.value.peer == 1
-                with pytest.raises(PeerTimeout):
-                    buffer.wait_low_latency_num_tokens()
-            group.barrier()
+        buffer.group.barrier()
 
-    local.run(main, 2, timeout_s=60)
+    on_buffers(main, 2, 1 << 18, NUM_RDMA_BYTES, low_latency_mode=True, timeout_s=0.3)

@@ -9,6 +9,7 @@ import pytest
 import quantised
 import torch
 from cases import Case
+from on_buffers import on_buffers
 from quantised import FORMS, Form, Formed, check, check_processes
 from schedules import run_seeds
 from test_simulated_end_to_end import small_case
@@ -63,18 +64,17 @@ def test_processes_over_shared_memory() -> None:
 
 
 def test_given_scales_come_back_column_by_column() -> None:
-    def main(group: local.ThreadGroup) -> None:
+    def main(buffer: Buffer) -> None:
         x = torch.ones(5, 64, dtype=torch.float8_e4m3fn)
         scales = torch.arange(10.0).view(5, 2)
         idx = torch.zeros(5, 1, dtype=torch.int64)
-        with Buffer(group, 1 << 20, device="cpu") as buffer:
-            (_, received), *_ = buffer.dispatch(
-                (x, scales), topk_idx=idx, num_experts=1, column_major_scales=True
-            )
-            assert received.stride() == (1, 8)
-            assert torch.equal(received, scales)
+        (_, received), *_ = buffer.dispatch(
+            (x, scales), topk_idx=idx, num_experts=1, column_major_scales=True
+        )
+        assert received.stride() == (1, 8)
+        assert torch.equal(received, scales)
 
-    local.run(main, 1)
+    on_buffers(main, 1, 1 << 20)
 
 
 @pytest.mark.parametrize("num_direct_bytes", [0, 1 << 19], ids=["rings", "region"])
@@ -93,24 +93,23 @@ def test_all_ranks_must_quantise_alike(option: str, num_direct_bytes: int) -> No
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["node", "nodes"])
 def test_refusals(ranks_per_node: int | None) -> None:
-    def main(group: local.ThreadGroup) -> None:
+    def main(buffer: Buffer) -> None:
         x = torch.ones(5, 128, dtype=torch.bfloat16)
         given: dict[str, Any] = dict(topk_idx=torch.zeros(5, 1, dtype=torch.int64), num_experts=2)
-        with Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=ranks_per_node) as buffer:
-            handle = buffer.dispatch(x, **given, use_fp8=True)[4]
-            before = buffer.runtime.num_launches
-            for bad, match, options in (
-                (x, "round_scale", dict(round_scale=True)),
-                (x, "use_ue8m0", dict(use_fp8=True, use_ue8m0=True)),
-                (x, "column_major_scales", dict(column_major_scales=True)),
-                (x.float(), "bfloat16", dict(use_fp8=True)),
-                (x[:, :64].contiguous(), "multiple of 128", dict(use_fp8=True)),
-                ((x, torch.ones(5, 1)), "without scales", dict(use_fp8=True)),
-            ):
-                with pytest.raises(ArgumentError, match=match):
-                    buffer.dispatch(bad, **given, **options)
-            with pytest.raises(HandleMismatch, match="5 tokens"):
-                buffer.dispatch(x[:4], handle=handle, use_fp8=True)
-            assert buffer.runtime.num_launches == before
+        handle = buffer.dispatch(x, **given, use_fp8=True)[4]
+        before = buffer.runtime.num_launches
+        for bad, match, options in (
+            (x, "round_scale", dict(round_scale=True)),
+            (x, "use_ue8m0", dict(use_fp8=True, use_ue8m0=True)),
+            (x, "column_major_scales", dict(column_major_scales=True)),
+            (x.float(), "bfloat16", dict(use_fp8=True)),
+            (x[:, :64].contiguous(), "multiple of 128", dict(use_fp8=True)),
+            ((x, torch.ones(5, 1)), "without scales", dict(use_fp8=True)),
+        ):
+            with pytest.raises(ArgumentError, match=match):
+                buffer.dispatch(bad, **given, **options)
+        with pytest.raises(HandleMismatch, match="5 tokens"):
+            buffer.dispatch(x[:4], handle=handle, use_fp8=True)
+        assert buffer.runtime.num_launches == before
 
-    local.run(main, 2)
+    on_buffers(main, 2, 1 << 20, 1 << 20, ranks_per_node=ranks_per_node)

@@ -17,11 +17,11 @@ import quantised
 import roundtrip
 import torch
 from cases import Case
+from on_buffers import on_buffers
 from random_calls import NVL_BYTES, cases_of, single_tier, two_tier, verified
 from schedules import part_of
 
 import deep_comm
-from deep_comm import local
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -49,11 +49,10 @@ def of_kind(kind: ModuleType, cases: list[Case]) -> list[Any]:
 def run(kind: ModuleType, cases: list[Case], num_ranks: int, **options: Any) -> None:
     wanted = of_kind(kind, cases[: part_of(len(cases))])
 
-    def fn(group: Any) -> list[Any]:
-        with deep_comm.Buffer(group, NVL_BYTES, device="cpu", timeout_s=100, **options) as buffer:
-            return [kind.call_once(buffer, case, 0) for case in wanted]
+    def fn(buffer: deep_comm.Buffer) -> list[Any]:
+        return [kind.call_once(buffer, case, 0) for case in wanted]
 
-    verified(wanted, local.run(fn, num_ranks, timeout_s=250), kind.verify)
+    verified(wanted, on_buffers(fn, num_ranks, NVL_BYTES, timeout_s=100, **options), kind.verify)
 
 
 @pytest.mark.parametrize(("kind", "first"), RUNS, ids=lambda it: getattr(it, "__name__", str(it)))

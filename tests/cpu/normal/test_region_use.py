@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_buffers import on_buffers
 
 from deep_comm import Buffer, BufferStats, PerformanceWarning, local
 
@@ -92,12 +93,13 @@ def test_a_warning_that_raises_does_not_end_a_call_that_peers_are_in(
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_value))
 
-    def main(group: Any) -> BufferStats:
-        with Buffer(group, 32 << 20, device="cpu", timeout_s=60) as buffer:
-            exchange(buffer, TOKENS)
-            return buffer.stats()
+    def main(buffer: Buffer) -> BufferStats:
+        exchange(buffer, TOKENS)
+        return buffer.stats()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert all(stats.dispatch_rings == 2 for stats in local.run(main, RANKS))
+        assert all(
+            stats.dispatch_rings == 2 for stats in on_buffers(main, RANKS, 32 << 20, timeout_s=60)
+        )
     assert [type(error) for error in told] == RANKS * [PerformanceWarning]

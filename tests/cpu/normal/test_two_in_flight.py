@@ -5,8 +5,8 @@ group (docs/design/0010).
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import forked
@@ -25,23 +25,8 @@ RIGHT = Case(
 
 def _both(fns: list[Callable[[], Any]]) -> list[Any]:
     """Run them at once, in threads; raise the first error."""
-    results: dict[int, Any] = {}
-    errors: list[BaseException] = []
-
-    def main(number: int) -> None:
-        try:
-            results[number] = fns[number]()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=main, args=(number,)) for number in range(len(fns))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[number] for number in range(len(fns))]
+    with ThreadPoolExecutor(len(fns)) as pool:
+        return [future.result() for future in [pool.submit(fn) for fn in fns]]
 
 
 def two_at_once(group: Any, left: Case, right: Case) -> list[Any]:

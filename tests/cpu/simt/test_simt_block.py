@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from simt_machine import Shape, on_every_machine, run_direct, run_on, words
@@ -82,16 +82,11 @@ def test_os_threads_run_grids_side_by_side() -> None:
     """Two direct grids that wait for each other, as ranks of one process do."""
     memory = words()
     num_ranks = 4
-    threads = [
-        threading.Thread(
-            target=run_direct,
-            args=("token_ring", [num_ranks, 50]),
-            kwargs={"shape": Shape(2, 64), "memory": memory, "rank": rank},
-        )
-        for rank in range(num_ranks)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    shared = dict(shape=Shape(2, 64), memory=memory)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        runs = [
+            pool.submit(run_direct, "token_ring", [num_ranks, 50], **shared, rank=rank)
+            for rank in range(num_ranks)
+        ]
+    assert all(run.result() is memory for run in runs)
     assert memory[0] == num_ranks * 2 * 64

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -380,17 +380,9 @@ def test_calls_of_a_rank_that_has_left_are_refused() -> None:
 
 
 def test_simulations_live_side_by_side() -> None:
-    results: list[Any] = [None] * 3
-
-    def one(i: int) -> None:
-        results[i] = fingerprint(i, "random")
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [fingerprint(i, "random") for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        results = [pool.submit(fingerprint, i, "random") for i in range(3)]
+    assert [each.result() for each in results] == [fingerprint(i, "random") for i in range(3)]
 
 
 def test_a_simulation_that_nobody_uses_ends_quietly() -> None:

@@ -191,7 +191,7 @@ def test_docstrings_describe_the_arguments_that_there_are(name: str) -> None:
             assert described == given, f"{name}.{method}: {given - described}"
 
 
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *ALL_PAGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), f"{page.name}: {link}"
@@ -231,6 +231,12 @@ def test_modules_and_files_that_commands_name_exist(page: Path) -> None:
     known = {variable.name for variable in deep_comm.settings.env.REGISTRY}
     for variable in re.findall(r"DEEP_COMM_\w+", text):
         assert variable in known or variable in deep_comm.settings.env.BUILD_VARIABLES, variable
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_python_is_python(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(block, page.name, "exec")
 
 
 PROGRAMS = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import tracing
+from on_buffers import on_buffers
 
 import deep_comm
 from deep_comm import _core, errors, local, processes, simulate, trace
@@ -27,13 +28,12 @@ def test_the_table_of_steps() -> None:
 
 
 def test_off_there_is_no_memory_and_nothing_to_read() -> None:
-    def rank_main(group: Any) -> None:
-        with deep_comm.Buffer(group, 1 << 20, device="cpu") as buffer:
-            assert buffer._context.trace_rings is None
-            with pytest.raises(errors.UnsupportedError, match="DEEP_COMM_TRACE"):
-                buffer.trace()
+    def rank_main(buffer: deep_comm.Buffer) -> None:
+        assert buffer._context.trace_rings is None
+        with pytest.raises(errors.UnsupportedError, match="DEEP_COMM_TRACE"):
+            buffer.trace()
 
-    local.run(rank_main, 1)
+    on_buffers(rank_main, 1, 1 << 20)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -131,16 +131,18 @@ def test_a_time_out_tells_where_each_block_was(tmp_path: Path, monkeypatch: Any)
 
 
 def test_reset_begins_anew() -> None:
-    def rank_main(group: Any) -> list[tuple[str, int]]:
-        with deep_comm.Buffer(group, 256 << 20, device="cpu", trace=4) as buffer:
-            x, topk_idx, _ = tracing.inputs(group.rank(), 8, "cpu")
-            for _ in range(3):
-                buffer.dispatch(x, topk_idx=topk_idx, num_experts=tracing.NUM_EXPERTS)
-            buffer.reset()
+    def rank_main(buffer: deep_comm.Buffer) -> list[tuple[str, int]]:
+        x, topk_idx, _ = tracing.inputs(buffer.rank, 8, "cpu")
+        for _ in range(3):
             buffer.dispatch(x, topk_idx=topk_idx, num_experts=tracing.NUM_EXPERTS)
-            return buffer.trace().calls
+        buffer.reset()
+        buffer.dispatch(x, topk_idx=topk_idx, num_experts=tracing.NUM_EXPERTS)
+        return buffer.trace().calls
 
-    assert local.run(rank_main, 2)[0] == [("notify_dispatch", 1), ("dispatch", 2)]
+    assert on_buffers(rank_main, 2, 256 << 20, trace=4)[0] == [
+        ("notify_dispatch", 1),
+        ("dispatch", 2),
+    ]
 
 
 def test_files_of_a_program_that_knows_nothing_of_it(tmp_path: Path, monkeypatch: Any) -> None:
@@ -148,12 +150,11 @@ def test_files_of_a_program_that_knows_nothing_of_it(tmp_path: Path, monkeypatch
     monkeypatch.setenv("DEEP_COMM_TRACE", "3")
     monkeypatch.setenv("DEEP_COMM_TRACE_DIR", str(tmp_path))
 
-    def rank_main(group: Any) -> None:
-        with deep_comm.Buffer(group, 256 << 20, device="cpu") as buffer:
-            x, topk_idx, _ = tracing.inputs(group.rank(), 8, "cpu")
-            buffer.dispatch(x, topk_idx=topk_idx, num_experts=tracing.NUM_EXPERTS)
+    def rank_main(buffer: deep_comm.Buffer) -> None:
+        x, topk_idx, _ = tracing.inputs(buffer.rank, 8, "cpu")
+        buffer.dispatch(x, topk_idx=topk_idx, num_experts=tracing.NUM_EXPERTS)
 
-    local.run(rank_main, 2)
+    on_buffers(rank_main, 2, 256 << 20)
     assert len(list(tmp_path.glob("*.json"))) == 2
     merged = tmp_path / "merged" / "out.json"
     merged.parent.mkdir()
