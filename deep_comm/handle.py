@@ -253,7 +253,8 @@ class InternodeHandle(TensorSequence):
         recv_src_meta: uint8 [Q, 8]: int32 source node, int32 mask of this node's ranks with the
             token.
         send_rdma_head: int32 [T, N], ordinal in the (node, channel) queue; -1: not sent.
-        send_nvl_head: int32 [F, M], ordinal in combine's (rank, channel) ring; -1: not there.
+        send_nvl_head: int32 [F, M], ordinal in combine's (rank, channel) ring, plus 2^28 for each
+            of the node's ranks that the token selects for the last time before; -1: not there.
         recv_src_idx: int32 [Q], token index at its source rank.
         rank, num_experts: of the dispatch.
         num_topk: 0: dispatched without top-k.

@@ -41,8 +41,8 @@ class InternodeCalls(NormalCalls):
 
     combine adds a token's rows in every node before they cross back: in float32 over the node's
     ranks, ascending, rounded once to the dtype of x (the source's own node included). Then it adds
-    in float32 from the biases over the nodes, ascending, and rounds once more. The result does not
-    depend on ``config``.
+    in float32 from the biases over the nodes, ascending, and rounds once more. ``topk_idx`` gives
+    ranks and nodes another order. The result does not depend on ``config``.
 
     The handle is an InternodeHandle, whose first ten fields are also a sequence. In worst-case mode
     ``num_worst_tokens`` also bounds the rows that this rank forwards, unless N times its own

@@ -213,7 +213,8 @@ class NormalCalls:
                 ascending, products rounded before they are added, the sum rounded to the dtype of x
                 once. That row travels, and the sum over ranks is as above.
             topk_idx: int32 or int64 [T, K], of the dispatch: ranks are added in the order of the
-                token's last selections there instead of ascending (between nodes: the nodes).
+                token's last selections there instead of ascending. Between nodes also the nodes;
+                with three or more ranks per node all ranks give it, or none.
             config: with as many SMs as the dispatch had. Default: as many; for few rows more, if
                 nobody has named a number (docs/guide/sms.md).
             previous_event, async_finish, allocate_on_comm_stream: as of dispatch.

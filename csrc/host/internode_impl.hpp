@@ -268,6 +268,8 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
   const int scale_row_bytes = args.num_scales * args.scale_bytes;
   args.tiers = tiers_;
   args.message = {row_bytes, scale_row_bytes, num_topk};
+  args.order = SumOrder::of({args.topk_idx, args.topk_idx_bytes, num_topk, args.num_experts},
+                            tiers_.num_ranks(), 1);
   make_rings(config, rail, args.message.slot_bytes(), &args.ring, &args.rail_rings);
   args.num_send_tokens = config.num_send_tokens;
   args.num_rail_send_tokens = rail.num_send_tokens;
@@ -370,6 +372,8 @@ void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
   make_rings(config, rail, args.message.slot_bytes(), &args.ring, &args.rail_rings);
   args.num_send_tokens = config.num_send_tokens;
   args.num_rail_send_tokens = rail.num_send_tokens;
+  // Each rank orders what it adds. Two rows of a node have no order.
+  const bool by_selections = world_.num_ranks > 2 && !args.order.is_ascending();
   const int agreed[] = {row_bytes,
                         num_topk,
                         static_cast<int>(dtype),
@@ -377,8 +381,9 @@ void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
                         config.num_send_tokens,
                         config.num_slots,
                         rail.num_send_tokens,
-                        rail.num_slots};
-  args.signature = Operation::signature(Kernel::kInternodeCombine, agreed, 8);
+                        rail.num_slots,
+                        by_selections};
+  args.signature = Operation::signature(Kernel::kInternodeCombine, agreed, 9);
   if constexpr (Target::kHasRail) {
     const LaunchConfig launch_config = shape_combine(args, config);
     detail::require(launch_config.smem_bytes <= static_cast<size_t>(target_.smem_bytes_limit()),

@@ -40,7 +40,7 @@ class InternodeDispatched:
     recv_gbl_rank_prefix_sum: Tensor  # int32 [R]
     recv_src_meta: Tensor  # int32 [num_recv_tokens, 2]: source node, mask of this node's ranks
     send_rdma_head: Tensor  # int32 [T, N]
-    send_nvl_head: Tensor  # int32 [F, M]
+    send_nvl_head: Tensor  # int32 [F, M], see _forwarded
 
 
 def _node_mask(is_token_in_rank: Tensor, ranks_per_node: int) -> Tensor:
@@ -67,12 +67,20 @@ def _heads(mask: Tensor, num_channels: int) -> Tensor:
     return heads
 
 
-def _forwarded(tokens: Sequence[Tensor], num_channels: int, num_tokens: Sequence[int]) -> Tensor:
-    """int32 [F, M] from ``tokens[n]``: bool [T_n, M], which of this node's
-    ranks node n's tokens go to.
+def _positions(owner: Tensor, first: int, num_local: int) -> Tensor:
+    """int64 [T, M] of ``owner`` [T, K] of each selection: how many of the ranks from ``first`` on a
+    token selects for the last time before it does so at this one."""
+    is_there = owner.unsqueeze(2) == torch.arange(first, first + num_local)
+    last = (is_there * torch.arange(1, owner.shape[1] + 1).view(-1, 1)).amax(dim=1)  # 0: never
+    return ((last.unsqueeze(1) < last.unsqueeze(2)) & (last.unsqueeze(1) > 0)).sum(dim=2)
 
-    A row's place in the ring that combine fills for a local rank: the ring of channel c takes the
-    nodes c, c + 1, … modulo N, and a node's rows in order. -1: not sent there.
+
+def _forwarded(tokens: Sequence[Tensor], positions: Sequence[Tensor], num_channels: int) -> Tensor:
+    """int32 [F, M] from ``tokens[n]``: bool [T_n, M], which of this node's ranks node n's tokens go
+    to, and ``positions[n]`` [T_n, M] of these in the order of the token's last selections there.
+
+    Position * 2^28 + a row's place in the ring that combine fills for a local rank: the ring of
+    channel c takes the nodes c, c + 1, … modulo N, and a node's rows in order. -1: not sent there.
     """
     num_nodes, num_local = len(tokens), tokens[0].shape[1]
     heads = [torch.full(mask.shape, -1, dtype=torch.int32) for mask in tokens]
@@ -80,11 +88,12 @@ def _forwarded(tokens: Sequence[Tensor], num_channels: int, num_tokens: Sequence
         next_place = torch.zeros(num_local, dtype=torch.int64)
         for step in range(num_nodes):
             node = (channel + step) % num_nodes
-            channels = channel_of_token(num_tokens[node], num_channels)
+            channels = channel_of_token(len(tokens[node]), num_channels)
             here = (channels == channel).nonzero().squeeze(1)
             goes = tokens[node][here]
             places = next_place + goes.long().cumsum(dim=0) - 1
-            heads[node][here] = torch.where(goes, places, -1).to(torch.int32)
+            words = (positions[node][here] << 28) + places
+            heads[node][here] = torch.where(goes, words, -1).to(torch.int32)
             next_place += goes.sum(dim=0)
     # A row is forwarded if it goes to any rank of this node.
     rows = [head[mask.any(dim=1)] for head, mask in zip(heads, tokens, strict=True)]
@@ -117,6 +126,7 @@ def dispatch(
     masks = [got.is_token_in_rank for got in received]
     node_masks = [_node_mask(mask, ranks_per_node) for mask in masks]
     node_prefixes = [_prefix(mask, num_channels) for mask in node_masks]
+    owners = [owner_of_expert(idx, num_experts, num_ranks) for idx in topk_idxs]
     results = []
     for rank, got in enumerate(received):
         node, local = divmod(rank, ranks_per_node)
@@ -148,8 +158,8 @@ def dispatch(
                 send_rdma_head=_heads(node_masks[rank], num_channels),
                 send_nvl_head=_forwarded(
                     [masks[peer][:, own] for peer in rail],
+                    [_positions(owners[peer], own.start, ranks_per_node) for peer in rail],
                     num_channels,
-                    [masks[peer].shape[0] for peer in rail],
                 ),
             )
         )
@@ -162,31 +172,34 @@ def _sums_of_nodes(
     dispatched: Sequence[InternodeDispatched],
     rank: int,
     dtype: torch.dtype,
-    turns: Turns | None = None,
+    turns: tuple[Turns, Turns] | None = None,
     start: Tensor | float = 0.0,
 ) -> Tensor:
-    """float32 [T, width]: per node the float32 sum over its ranks, ascending, rounded to ``dtype``;
-    these added to ``start`` in float32, nodes ascending or in ``turns``.
+    """float32 [T, width]: per node the float32 sum over its ranks, rounded to ``dtype``; these
+    added to ``start`` in float32. Ranks and nodes ascending, or in ``turns`` (of ranks, of nodes).
     """
     received = [got.received for got in dispatched]
     is_token_in_rank = received[rank].is_token_in_rank
     ranks_per_node = dispatched[rank].ranks_per_node
     num_tokens, num_ranks = is_token_in_rank.shape
-    total = torch.zeros(num_tokens, rows[rank].shape[1], dtype=torch.float32)
-    sums = []
-    for first in range(0, num_ranks, ranks_per_node):
-        node_total = torch.zeros_like(total)
-        for peer in range(first, first + ranks_per_node):
-            tokens = is_token_in_rank[:, peer].nonzero().squeeze(1)
-            end = int(received[peer].rank_prefix_matrix[rank, peer])
-            node_total[tokens] += rows[peer][end - len(tokens) : end].float()
-        here = is_token_in_rank[:, first : first + ranks_per_node].any(dim=1)
-        sums.append((here, node_total.to(dtype).float()))
+    num_nodes = num_ranks // ranks_per_node
+    ranks, nodes = turns or [
+        [(peer, None) for peer in range(num)] for num in (num_ranks, num_nodes)
+    ]
+    sums = torch.zeros(num_nodes, num_tokens, rows[rank].shape[1], dtype=torch.float32)
+    for peer, are_next in ranks:
+        tokens = is_token_in_rank[:, peer].nonzero().squeeze(1)
+        end = int(received[peer].rank_prefix_matrix[rank, peer])
+        got = rows[peer][end - len(tokens) : end].float()
+        taken = slice(None) if are_next is None else are_next[tokens]
+        sums[peer // ranks_per_node, tokens[taken]] += got[taken]
+    sums = sums.to(dtype).float()
+    total = torch.zeros_like(sums[0])
     total += start
-    for node, are_next in turns or [(node, None) for node in range(len(sums))]:
-        here, node_sum = sums[node]
-        taken = here if are_next is None else here & are_next
-        total[taken] += node_sum[taken]
+    goes = _node_mask(is_token_in_rank, ranks_per_node)
+    for node, are_next in nodes:
+        taken = goes[:, node] if are_next is None else goes[:, node] & are_next
+        total[taken] += sums[node, taken]
     return total
 
 
@@ -202,17 +215,20 @@ def combine(
 
     A node's rows are added in float32 from 0.0, ranks ascending, and rounded to the dtype of x, the
     source's own node included. The nodes' sums are added in float32 to the sum of the biases, nodes
-    ascending, and rounded once more. With ``topk_idxs`` [T, K] and ``num_experts`` a token takes
-    its nodes in the order of its last selections there. Weights are summed in the same order and
-    stay float32.
+    ascending, and rounded once more. With ``topk_idxs`` [T, K], of the dispatch, and
+    ``num_experts`` a token takes its nodes, and in each node its ranks, in the order of its last
+    selections there. Weights are summed in the same order and stay float32.
     """
     results: list[tuple[Tensor, Tensor | None]] = []
     for rank, x in enumerate(xs):
         turns = None
         if topk_idxs is not None:
             ranks_per_node = dispatched[rank].ranks_per_node
-            owner = owner_of_expert(topk_idxs[rank], num_experts, len(xs)) // ranks_per_node
-            turns = turns_of_selections(owner, len(xs) // ranks_per_node)
+            owner = owner_of_expert(topk_idxs[rank], num_experts, len(xs))
+            turns = (
+                turns_of_selections(owner, len(xs)),
+                turns_of_selections(owner // ranks_per_node, len(xs) // ranks_per_node),
+            )
         start = sum_of_biases(biases[rank] if biases is not None else None)
         total = _sums_of_nodes(xs, dispatched, rank, x.dtype, turns, start)
         weights = None

@@ -72,8 +72,9 @@ def summands(
 ) -> Tensor:
     """What rank ``expert_rank`` gives to combine for the rows it received: [num_rows, hidden].
 
-    Every fourth column holds large values that cancel between even and odd expert ranks and swallow
-    the small ones of other ranks in between, so that another order of addition gives other bits.
+    In every fourth column one of three consecutive expert ranks gives a large value, one a small
+    one, one what cancels the large one. A small one is lost if it is added in between, so that
+    another order of addition gives other bits.
     """
     columns = torch.arange(hidden, dtype=torch.int64).unsqueeze(0)
     key = source_rank.long().unsqueeze(1) * 1_000_003 + source_token.long().unsqueeze(1) * 7_919
@@ -82,8 +83,9 @@ def summands(
     # float16: sixteen large ones of one sign (a token's experts on one rank) stay finite.
     small_scale, large = (2.0**-13, 2.0**11) if dtype == torch.float16 else (1.0, 2.0**24)
     small = ((key % 4093).float() / 2048 - 1) * small_scale  # exact
-    cancelling = torch.where(columns % 4 == 0, large if expert_rank % 2 == 0 else -large, 0.0)
-    return torch.where(columns % 4 == 0, cancelling, small).to(dtype)
+    turn = (columns // 4 + expert_rank) % 3
+    cancelling = torch.where(turn == 0, large, -large)
+    return torch.where((columns % 4 == 0) & (turn != 1), cancelling, small).to(dtype)
 
 
 def noise(

@@ -61,6 +61,8 @@ inline constexpr const char* kRailFieldNames[] = {
 static_assert(sizeof(kRailFieldNames) / sizeof(char*) == static_cast<size_t>(RailField::kCount));
 static_assert(static_cast<int>(RailField::kCount) <= kNumRailHeaderFields);
 
+static_assert(kMaxRanks <= OrderedRanks::kMaxLocal);
+
 struct RailHeader {
   int fields[kNumRailHeaderFields];
 };
@@ -199,8 +201,9 @@ struct InternodeDispatchArgs {
   int32_t* recv_src_idx;     // [Q], or null
   // [Q, 2]: source node, mask of the node's ranks that got the token; or null
   int32_t* recv_src_meta;
-  // [F, M]: ordinal of a forwarded row in combine's ring of a rank, or -1; or null
+  // [F, M]: OrderedPlace of a forwarded row in combine's ring of a rank; or null
   int32_t* send_rank_head;
+  SumOrder order;        // of a token's ranks, for these words
   int num_recv_rows;     // Q
   int num_forward_rows;  // F
   // quantised: x and x_scales are the engine's own; rings fill them from `source`
@@ -240,7 +243,7 @@ struct InternodeCombineArgs {
   // Null: no staging
   const int32_t* forward_slots;
   const int32_t* send_node_head;            // [T, N]
-  const int32_t* send_rank_head;            // [F, M]
+  const int32_t* send_rank_head;            // [F, M], OrderedPlace
   const int32_t* recv_node_channel_prefix;  // [N, C]
   const int32_t* recv_node_prefix_sum;      // [N]
   const int32_t* recv_rank_channel_start;   // [R, C]
@@ -250,10 +253,17 @@ struct InternodeCombineArgs {
   const uint8_t* x;              // [Q, row_bytes]
   const float* topk_weights;     // [Q, K], or null
   const uint8_t* bias[2];        // [T, row_bytes], or null
-  SumOrder order;                // of the nodes' sums, after the biases
+  SumOrder order;                // of the nodes' sums, after the biases, and of the rows in a node
   uint8_t* combined_x;           // out [T, row_bytes]
   float* combined_topk_weights;  // out [T, K], or null
 };
+
+// Lane j: where local rank j's row, of `present` (a bit each), stands in the sum of the node. word:
+// its OrderedPlace.
+DC_DEVICE int position_in_node(const InternodeCombineArgs& args, uint32_t present, int word) {
+  if (!args.order.is_ascending()) return OrderedPlace::position(word);
+  return arch::popc(present & ((1u << arch::lane_idx()) - 1));
+}
 
 // Rows of one (source rank, channel): [begin, end) of the received rows.
 struct RowRange {

@@ -4,9 +4,10 @@
 // in     x [Q, H] in dispatch's order, optional topk_weights [Q, K]; optional bias_0, bias_1
 //        [T, H]; the handle
 // out    combined_x [T, H], combined_topk_weights [T, K]
-// sums   s(n) = round(((0 + x of rank (n, a)) + x of rank (n, b)) + …), local ranks ascending
-//        combined_x = round(((0 + bias_0 + bias_1) + s(m)) + s(n) + …), nodes ascending or in the
-//        order of the token's last selections there (SumOrder)
+// sums   s(n) = round(((0 + x of rank (n, a)) + x of rank (n, b)) + …), local ranks in their order
+//        combined_x = round(((0 + bias_0 + bias_1) + s(m)) + s(n) + …), nodes in their order
+//        order: ascending, or that of the token's last selections there (SumOrder); of local ranks
+//        dispatch has brought it (OrderedPlace)
 //        both in float32, rounded to the dtype of x; weights stay float32
 // path   rank (n, j) → NVLink → rank (n, l) → rail → rank (n', l), which owns the token
 // modes  staged (combine_staged.cuh) if every rank has room for all rows and sums that arrive,

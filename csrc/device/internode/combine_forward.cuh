@@ -13,7 +13,7 @@ DC_DEVICE RingReceiver local_ring(const Context& node, const InternodeCombineArg
   return {node, ring_slots(node.world, args.ring, channel, node.world.rank, local), channel, local};
 }
 
-// Lane j < M: the ordinal of the row to be forwarded in local rank j's ring, or -1.
+// Lane j < M: OrderedPlace of the row to be forwarded in local rank j's ring.
 DC_DEVICE int load_rank_head(const InternodeCombineArgs& args, int row) {
   const int num_local = args.tiers.ranks_per_node(), lane = arch::lane_idx();
   if (lane >= num_local) return -1;
@@ -31,8 +31,9 @@ DC_DEVICE bool forward_row(const TierContexts& contexts, const InternodeCombineA
   bool ok = true;
   if (head >= 0) {
     RingReceiver ring = local_ring(contexts.node, args, channel, lane);
-    ok = ring.await_filled(head, Stage::kReduce);
-    rows[arch::popc(present & ((1u << lane) - 1))] = ring.slot(head);  // local ranks ascending
+    const int ordinal = OrderedPlace::place(head);
+    ok = ring.await_filled(ordinal, Stage::kReduce);
+    rows[position_in_node(args, present, head)] = ring.slot(ordinal);
   }
   if (!arch::all(kFullMask, ok)) return false;
   if (lane == 0) ok = rail.poll_slot(row_idx) || rail.await_slot(row_idx);
@@ -91,7 +92,7 @@ DC_DEVICE void publish_sums(const TierContexts& contexts, const InternodeCombine
       if (reached == 0) return;
       for (uint32_t row_idx = num_put; row_idx < reached; ++row_idx) {
         const int head = load_rank_head(args, rows.begin + static_cast<int>(row_idx));
-        if (head >= 0) num_read = head + 1;
+        if (head >= 0) num_read = OrderedPlace::place(head) + 1;
         if (num_read - num_returned < batch) continue;
         num_returned = num_read;
         // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, num_read)

@@ -21,7 +21,7 @@ DC_DEVICE void for_each_sum(const Context& rail, const InternodeCombineArgs& arg
   for (int first = 0; first < args.tiers.num_nodes(); first += kWarpSize) {
     const int head = load_node_head(args, token, first);
     const uint32_t present = arch::ballot(kFullMask, head >= 0);
-    const int position = args.order.position_of_lane(token, present);
+    const int position = args.order.position_of_lane(token, present, first);
     for (int next = 0; next < arch::popc(present); ++next) {
       const int lane = arch::ffs(arch::ballot(kFullMask, head >= 0 && position == next)) - 1;
       const int row_idx = arch::shfl(kFullMask, head, lane);

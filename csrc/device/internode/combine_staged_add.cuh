@@ -92,7 +92,7 @@ class SumForwarder {
       bool ok = true;
       const uint8_t* part = local_.await_row(node, place, &ok);
       if (!arch::all(kFullMask, ok)) break;
-      add_row(node, row, part);
+      add_row(node, row, place, part);
       const int chunk = row / chunks_of(node).chunk_rows;
       if (!entry_->landed.post(contexts_.node, mover_, num_done, node * kMaxRailChunks + chunk))
         break;
@@ -115,9 +115,9 @@ class SumForwarder {
     place_ = local_.look_up(node, channel_of_row(args_, node, row),
                             entry_->tables.forwarded[node] + row);
   }
-  DC_DEVICE void add_row(int node, int row, const uint8_t* part) {
+  DC_DEVICE void add_row(int node, int row, int place, const uint8_t* part) {
     RowList list{rows_};
-    list.add_local(args_, part, local_.own_row());
+    list.add_local(args_, part, place, local_.own_row());
     // Hands the rows' addresses and each lane's acquire to the whole warp.
     arch::sync_warp();
     uint8_t* out = reinterpret_cast<uint8_t*>(
@@ -185,7 +185,7 @@ class TokenAdder {
       const uint8_t* part = local_.await_row(args_.tiers.rail.node, place, &local_ok);
       if (!arch::all(kFullMask, ok && local_ok)) return;
       look_up(index + 1, next);
-      add_token(token, sum, part);
+      add_token(token, sum, place, part);
     }
   }
 
@@ -231,9 +231,9 @@ class TokenAdder {
     }
     return base_ + static_cast<size_t>(sum_row) * args_.message.slot_bytes();
   }
-  DC_DEVICE void add_token(int token, const uint8_t* sum, const uint8_t* part) {
+  DC_DEVICE void add_token(int token, const uint8_t* sum, int place, const uint8_t* part) {
     RowList list{rows_};
-    list.add_local(args_, part, local_.own_row());
+    list.add_local(args_, part, place, local_.own_row());
     list.add_biases(args_, token);
     list.add_sums(args_, token, sum, args_.tiers.rail.node);
     const int row_bytes = args_.message.row_bytes;

@@ -21,8 +21,8 @@ class LocalRows {
     base_ = plan.slot(plan.from_local(lane));
   }
 
-  // The place of a forwarded row's part, of `node` and `channel`; -1: none. row: among all that
-  // this rank forwards.
+  // OrderedPlace of a forwarded row's part, of `node` and `channel`. row: among all that this rank
+  // forwards.
   DC_DEVICE int look_up(int node, int channel, int row) const {
     if (!is_rank_) return -1;
     const int lane = arch::lane_idx();
@@ -33,19 +33,19 @@ class LocalRows {
                                   (channel * num_nodes + node) * num_local + lane);
     return head < 0 ? -1 : start + head;
   }
-  // Waits for the part at `place` (from look_up). Returns its row, or null. *ok: the wait did not
+  // Waits for the part at `word` (from look_up). Returns its row, or null. *ok: the wait did not
   // fail.
-  DC_DEVICE const uint8_t* await_row(int node, int place, bool* ok) {
+  DC_DEVICE const uint8_t* await_row(int node, int word, bool* ok) {
     *ok = true;
-    if (place < 0) return nullptr;
-    const int lane = arch::lane_idx();
+    if (word < 0) return nullptr;
+    const int lane = arch::lane_idx(), place = OrderedPlace::place(word);
     if (!is_peer_) {
       const int64_t row =
           static_cast<int64_t>(tables_.x_starts[lane][node]) + place - tables_.received[lane][node];
-      // A worst-case handle may name rows that were dropped. dispatch has reported that.
-      if (row >= args_.num_rows) return nullptr;
-      own_row_ = row;
-      return args_.x + row * args_.message.row_bytes;
+      // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row
+      // will do.
+      own_row_ = min_of<int64_t>(row, args_.num_rows - 1);
+      return args_.x + own_row_ * args_.message.row_bytes;
     }
     const int chunk = tables_.received_chunks[lane].at(place, node);
     if (chunk != known_chunk_) {
@@ -101,14 +101,16 @@ struct RowList {
     return idx == own ? args.topk_weights + own_row * args.message.num_topk
                       : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
   }
-  // The whole warp; lane j passes local rank j's row, or null.
-  DC_DEVICE void add_local(const InternodeCombineArgs& args, const uint8_t* row,
+  // The whole warp; lane j passes local rank j's row, or null, and its OrderedPlace.
+  DC_DEVICE void add_local(const InternodeCombineArgs& args, const uint8_t* row, int word,
                            int64_t own_x_row) {
-    const int lane = arch::lane_idx(), rank = args.world.rank;
+    const int rank = args.world.rank;
     const uint32_t present = arch::ballot(kFullMask, row != nullptr);
-    if (row != nullptr) rows[arch::popc(present & ((1u << lane) - 1))] = row;
+    const int position = position_in_node(args, present, word);
+    if (row != nullptr) rows[position] = row;
     num_local = first_sum = num_rows = arch::popc(present);
-    if ((present >> rank & 1u) != 0) own = arch::popc(present & ((1u << rank) - 1));
+    const int own_position = arch::shfl(kFullMask, position, rank);
+    if ((present >> rank & 1u) != 0) own = own_position;
     own_row = arch::shfl(kFullMask, own_x_row, rank);
   }
   DC_DEVICE void add_biases(const InternodeCombineArgs& args, int token) {
@@ -123,7 +125,7 @@ struct RowList {
   DC_DEVICE void add_sums(const InternodeCombineArgs& args, int token, const uint8_t* row,
                           int own_node) {
     const uint32_t present = arch::ballot(kFullMask, row != nullptr);
-    const int position = args.order.position_of_lane(token, present);
+    const int position = args.order.position_of_lane(token, present, 0);
     if (row != nullptr) rows[first_sum + position] = row;
     if (num_local > 0) own_sum_at = first_sum + arch::shfl(kFullMask, position, own_node);
     num_rows = first_sum + arch::popc(present);

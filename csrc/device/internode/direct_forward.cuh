@@ -53,7 +53,7 @@ class TakeRailRows {
 };
 
 // What combine needs for a forwarded row: its ordinal in combine's ring of each local rank. Lane m
-// handles local rank m. place: the row's place at that rank, or -1. row: among `node`'s rows.
+// handles local rank m. place: OrderedPlace at that rank. row: among `node`'s rows.
 DC_DEVICE void write_rank_heads(const InternodeDispatchArgs& args, int node, int row, int place) {
   const int num_channels = args.rail_rings.num_channels, num_local = args.tiers.ranks_per_node();
   const int32_t* prefix = args.recv_node_channel_prefix + node * num_channels;
@@ -207,7 +207,7 @@ class RowForwarder {
   }
   // Lane i serves local rank (own + 1 + i) % M, so ranks do not all write to the same one.
   DC_DEVICE int64_t row_at(const uint8_t* meta, int local) const {
-    const int place = slots_in(meta)[local];
+    const int place = OrderedPlace::place(slots_in(meta)[local]);
     if (place < 0) return -1;
     const int num_nodes = args_.tiers.num_nodes();
     const int64_t row =

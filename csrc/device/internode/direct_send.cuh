@@ -57,9 +57,12 @@ DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* met
                   args.topk_weights != nullptr ? arch::ld_nc(args.topk_weights + position) : 0.0f);
   }
   const int32_t* places = slots_of(args, token) + args.tiers.num_nodes() + node * num_local;
+  const int place = lane < num_local ? arch::ld_nc(places + lane) : -1;
+  const int position =
+      args.order.position_of_lane(token, arch::ballot(kFullMask, place >= 0), node * num_local);
   if (lane < num_local) {
     arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.slots_offset()) + lane,
-                  arch::ld_nc(places + lane));
+                  OrderedPlace::pack(place, position));
   }
   if (lane == 0) {
     arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.src_idx_offset()),

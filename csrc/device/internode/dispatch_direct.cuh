@@ -65,7 +65,9 @@ DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* en
       arch::st_weak(output.src_meta + 2 * row + 1, static_cast<int32_t>(rank_mask));
     }
   }
-  if (args.send_rank_head != nullptr) write_rank_heads(args, own, row_of_node, my_place);
+  if (args.send_rank_head == nullptr) return;
+  const int position = args.order.position_of_lane(token, rank_mask, own * num_local);
+  write_rank_heads(args, own, row_of_node, OrderedPlace::pack(my_place, position));
 }
 
 // A warp of every block that does not send.

@@ -95,9 +95,9 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
     }
     arch::sync_warp();  // hands the leader's acquire to all lanes
     const uint8_t* message = rail.slot(row_idx);
-    const uint32_t rank_mask = arch::ld_weak(reinterpret_cast<const uint32_t*>(
-        message + args.message.row_bytes + args.message.rank_mask_offset()));
-    const bool goes = (rank_mask >> dst & 1) != 0;
+    const uint32_t ranks = arch::ld_weak(reinterpret_cast<const uint32_t*>(
+        message + args.message.row_bytes + args.message.ranks_offset()));
+    const bool goes = (OrderedRanks::mask(ranks) >> dst & 1) != 0;
     if (goes) {
       uint8_t* slot = outlet.acquire();
       if (slot == nullptr) return false;
@@ -109,7 +109,7 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
       const int row = rows.begin + static_cast<int>(row_idx);
       if (keeps_heads && row < args.num_forward_rows) {
         arch::st_weak(args.send_rank_head + static_cast<int64_t>(row) * num_local + dst,
-                      goes ? head : -1);
+                      OrderedPlace::pack(goes ? head : -1, OrderedRanks::position(ranks, dst)));
       }
       // pairs with: return_rail_credits — the reads of the slot
       arch::st_release_cta(&team->num_read[dst], num_before + row_idx + 1);

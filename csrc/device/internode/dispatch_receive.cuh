@@ -42,9 +42,9 @@ DC_DEVICE void store_rail_meta(const InternodeDispatchArgs& args, const uint8_t*
     }
     if (args.recv_src_meta != nullptr) {
       arch::st_weak(args.recv_src_meta + 2 * row, static_cast<int32_t>(node));
-      arch::st_weak(
-          args.recv_src_meta + 2 * row + 1,
-          arch::ld_weak(reinterpret_cast<const int32_t*>(meta + args.message.rank_mask_offset())));
+      arch::st_weak(args.recv_src_meta + 2 * row + 1,
+                    static_cast<int32_t>(OrderedRanks::mask(arch::ld_weak(
+                        reinterpret_cast<const uint32_t*>(meta + parts.ranks_offset())))));
     }
   }
 }

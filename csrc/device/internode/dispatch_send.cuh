@@ -32,11 +32,16 @@ DC_DEVICE void write_rail_meta(const InternodeDispatchArgs& args, uint8_t* meta,
   const int64_t first = static_cast<int64_t>(token) * args.tiers.num_ranks() + node * num_local;
   const bool goes = arch::lane_idx() < num_local &&
                     arch::ld_nc(args.is_token_in_rank + first + arch::lane_idx()) != 0;
-  const uint32_t rank_mask = arch::ballot(kFullMask, goes);
+  const int position =
+      args.order.position_of_lane(token, arch::ballot(kFullMask, goes), node * num_local);
+  uint32_t ranks = goes ? OrderedRanks::of(arch::lane_idx(), position) : 0;
+  for (int delta = 1; delta < kMaxRanks; delta *= 2) {
+    ranks |= arch::shfl_xor(kFullMask, ranks, delta);
+  }
   if (arch::lane_idx() == 0) {
     arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.src_idx_offset()),
                   static_cast<int32_t>(token));
-    arch::st_weak(reinterpret_cast<uint32_t*>(meta + args.message.rank_mask_offset()), rank_mask);
+    arch::st_weak(reinterpret_cast<uint32_t*>(meta + parts.ranks_offset()), ranks);
   }
 }
 

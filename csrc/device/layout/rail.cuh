@@ -175,9 +175,38 @@ struct RailLayout {
   }
 };
 
+// Where a row lies at one of a node's ranks, and its position in the node's sum if this follows the
+// token's selections (SumOrder): position << 28 | place. Negative: the row does not go there. What
+// is added to the word is added to the place.
+struct OrderedPlace {
+  static constexpr int kPositionShift = 28;  // so many rows, in slots of 128 bytes, are 32 GiB
+
+  DC_HOST_DEVICE static int pack(int place, int position) {
+    return place < 0 ? -1 : position << kPositionShift | place;
+  }
+  DC_HOST_DEVICE static int place(int word) {
+    return word < 0 ? -1 : word & ((1 << kPositionShift) - 1);
+  }
+  DC_HOST_DEVICE static int position(int word) { return word >> kPositionShift; }
+};
+
+// To which of a node's ranks a row goes, a bit each, and then its position at each, three bits.
+struct OrderedRanks {
+  static constexpr int kMaxLocal = 8, kPositionBits = 3;
+
+  DC_HOST_DEVICE static uint32_t of(int local, int position) {
+    return 1u << local | static_cast<uint32_t>(position) << (kMaxLocal + kPositionBits * local);
+  }
+  DC_HOST_DEVICE static uint32_t mask(uint32_t word) { return word & ((1u << kMaxLocal) - 1); }
+  DC_HOST_DEVICE static int position(uint32_t word, int local) {
+    return static_cast<int>(word >> (kMaxLocal + kPositionBits * local)) &
+           ((1 << kPositionBits) - 1);
+  }
+};
+
 // One row of dispatch, over the rail and inside the node alike:
 //
-//   slot = [ row | scales | expert ids int32[K] | weights float[K] | source token | mask of ranks
+//   slot = [ row | scales | expert ids int32[K] | weights float[K] | source token | OrderedRanks
 //            | pad to 16 ]
 //
 // Expert ids are global here: the ranks of a node share one copy.
@@ -191,8 +220,8 @@ struct RailMessage {
   DC_HOST_DEVICE int topk_idx_offset() const { return align_up(scale_row_bytes, 4); }
   DC_HOST_DEVICE int topk_weights_offset() const { return topk_idx_offset() + 4 * num_topk; }
   DC_HOST_DEVICE int src_idx_offset() const { return topk_weights_offset() + 4 * num_topk; }
-  DC_HOST_DEVICE int rank_mask_offset() const { return src_idx_offset() + 4; }
-  DC_HOST_DEVICE int meta_bytes() const { return align_up(rank_mask_offset() + 4, 16); }
+  DC_HOST_DEVICE int ranks_offset() const { return src_idx_offset() + 4; }
+  DC_HOST_DEVICE int meta_bytes() const { return align_up(ranks_offset() + 4, 16); }
   // The part of a slot that is copied from ring to ring.
   DC_HOST_DEVICE int num_bytes() const { return row_bytes + meta_bytes(); }
   // Whole lines: a store of part of a line costs the link as much as two lines.
@@ -204,7 +233,8 @@ struct RailMessage {
 //   slot = [ scales | expert ids int32[K] | weights float[K] | source token | places int32[M]
 //            | pad to 128 | row | pad to 128 ]
 //
-// places: the row's ordinal among those that its source sends to each rank of the node, or -1.
+// places: an OrderedPlace for each rank of the node, the row's ordinal among those that its source
+// sends there.
 struct PlacedRailMessage {
   int row_bytes;
   int scale_row_bytes;

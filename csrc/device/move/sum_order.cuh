@@ -1,5 +1,6 @@
 // The order in which combine adds what a token's ranks, or nodes, return: ascending, or by the last
-// of the token's selections there, as the caller's reference adds them. Biases come before.
+// of the token's selections there, as the caller's reference adds them. Biases come before. A node's
+// ranks are added where the token's selections are not known: dispatch brings their positions.
 #pragma once
 
 #include "device/layout/expert_map.cuh"
@@ -53,17 +54,18 @@ struct SumOrder {
     for (int term = 7; term >= 0; --term) place(term);
     return positions;
   }
-  // The whole warp, lane n for term n, of a token that all of them pass: how many of `present` (a
-  // bit each) come before it.
-  DC_DEVICE int position_of_lane(int token, uint32_t present) const {
+  // The whole warp, lane n for term first + n, of a token that all of them pass: how many of
+  // `present` (a bit each, from `first` on) come before it.
+  DC_DEVICE int position_of_lane(int token, uint32_t present, int first) const {
     const int lane = arch::lane_idx();
     if (is_ascending()) return arch::popc(present & ((1u << lane) - 1));
     int num_after = 0;
     uint32_t rest = present;
     bool is_placed = false;
-    for_each_selection(token, [&](int term) {
+    for_each_selection(token, [&](int of_all) {
+      const int term = of_all - first;
       is_placed = is_placed || term == lane;
-      if ((rest >> term & 1u) == 0) return;
+      if (term < 0 || term >= kWarpSize || (rest >> term & 1u) == 0) return;
       rest ^= 1u << term;
       if (!is_placed) ++num_after;
     });

@@ -49,7 +49,7 @@ def noise(generator: torch.Generator, *shape: int) -> Tensor:
 def inputs(case: BitsCase, rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(topk_idx [T, K], an output of each selection's expert [T, K, H], biases)"""
     generator = torch.Generator().manual_seed(rank + 5)
-    num_tokens = (9, 4, 0, 13, 7, 3, 1, 20)[rank]
+    num_tokens = (9, 4, 0, 13, 7, 3, 1, 20, 5)[rank]
     scores = torch.rand(num_tokens, case.num_experts, generator=generator)
     idx = scores.topk(min(TOPK, case.num_experts)).indices
     idx = torch.where(torch.rand(idx.shape, generator=generator) < 0.2, -1, idx)
@@ -87,6 +87,19 @@ def v2_sum(case: BitsCase, owners: list[int], rows: list[Group], biases: list[Te
     if reduces_rank and case.multiple and case.hybrid and case.num_nodes > 1:
         rows = grouped(rows, lambda k: owners[k] // ranks_per_node)
     return added([row for _, row in rows], biases)
+
+
+def v2_sum_of_ascending_ranks(
+    case: BitsCase, owners: list[int], rows: list[Group], biases: list[Tensor]
+) -> Tensor:
+    """V2's, but for the order in a node."""
+    assert case.ranks_per_node is not None
+    rows = sorted(grouped(rows, lambda k: owners[k]), key=lambda group: owners[group[0]])
+    last = {owners[k] // case.ranks_per_node: k for k in sorted(k for k, _ in rows)}
+    nodes: dict[int, list[Tensor]] = {}
+    for k, row in rows:
+        nodes.setdefault(owners[k] // case.ranks_per_node, []).append(row)
+    return added([added(nodes[node]) for node in sorted(nodes, key=last.__getitem__)], biases)
 
 
 def wanted(case: BitsCase, rank: int, total: Any) -> Tensor:
@@ -153,7 +166,14 @@ ONE_TIER = [
 ]
 TWO_TIERS = [
     BitsCase(ranks, per_node, biases, expand, multiple, hybrid, sync)
-    for ranks, per_node, biases, sync in ((3, 1, 0, True), (4, 2, 1, True), (6, 2, 2, False))
+    for ranks, per_node, biases, sync in (
+        (3, 1, 0, True),
+        (4, 2, 1, True),
+        (6, 2, 2, False),
+        (6, 3, 0, True),
+        (8, 4, 2, True),
+        (9, 3, 1, False),
+    )
     for expand, multiple in ((False, True), (True, True), (True, False), (False, False))
     for hybrid in (True, False)
 ]
@@ -214,7 +234,7 @@ def test_sums_of_v1(num_ranks: int, num_biases: int) -> None:
 def test_the_rows_show_every_order() -> None:
     """The negative control: none of these sums passes for another."""
     case = BitsCase(4, num_biases=1)
-    nodes = BitsCase(4, 2, num_biases=1)
+    nodes, large = BitsCase(4, 2, num_biases=1), BitsCase(6, 3)
     ways = [
         (case, v1_sum), (case, v2_sum), (case, biases_last),
         (BitsCase(4, num_biases=1, expand=True, multiple=False), v2_sum), (nodes, v2_sum),
@@ -223,3 +243,7 @@ def test_the_rows_show_every_order() -> None:
     for first in range(len(sums)):
         for second in range(first):
             assert not torch.equal(sums[first], sums[second]), (first, second)
+    for case, differs in ((nodes, False), (large, True)):
+        ways = v2_sum, v2_sum_of_ascending_ranks
+        one, other = (torch.cat([wanted(case, r, way) for r in range(4)]) for way in ways)
+        assert torch.equal(one, other) != differs
