@@ -24,7 +24,7 @@ from servers.models import MODELS, write_model
 IN_SERVER = Path(__file__).resolve().parent / "in_server"
 SHARED_MEMORY = Path("/dev/shm")
 TIME_IS_UP = 124  # exit status of `timeout`
-_BUILT = re.compile(r"<Buffer: .* of deep_comm .* is built: .*")
+_BUILT = re.compile(r"<Buffer: .* of deep_comm .* is built.*")
 
 
 class Failed(Exception):
