@@ -4,7 +4,8 @@ Run by tools/servers on machines with two GPUs; tests/cpu/tools/test_servers.py 
 none. Not collected by pytest.
 
     releases.py      which releases, their hashes, what a trimmed one is made of
-    fetch.py         wheels from PyPI, trimmed and packed; fatbin.py: machine code of one architecture
+    fetch.py         wheels from PyPI, trimmed and packed
+    fatbin.py        machine code of one GPU architecture in an extension module
     models.py        models with random weights, small, or large in few layers
     combinations.py  what runs: a row each, by name, or what it lacks
     runs.py          one row: processes, their time limits, what they leave behind

@@ -65,7 +65,7 @@ OPTIONS = {
     "gpus4": "four GPUs",
     "faults": "fault tolerance: a rank is killed, the others serve on",
     "deep_ep": "DeepEP itself instead of deep_comm",
-    "wrong": "negative control: tokens are sent to the other half's experts and must come out wrong",
+    "wrong": "negative control: tokens go to other experts, and must come out wrong",
 }
 _OF_BASE = ("prefix", "gpus4")  # what changes the prompts or the ranks: the base has it too
 
@@ -111,7 +111,8 @@ ROWS: tuple[Row, ...] = (
     *_rows(
         "vllm", "http", "qwen", BASE, _HT, f"{_HT}:native", f"{_LL}:graphs", f"{_LL}:graphs:native",
         f"{_V2}:graphs", f"{_HT}:wrong", f"{_LL}:graphs:wrong", f"{_HT}:kill", f"{_LL}:graphs:kill",
-        f"{_HT}:refused", f"{_HT}:native:refused", f"{_LL}:graphs:eplb", f"{BASE}:gpus4", f"{_HT}:gpus4", f"{_LL}:graphs:gpus4",
+        f"{_HT}:refused", f"{_HT}:native:refused", f"{_LL}:graphs:eplb", f"{BASE}:gpus4",
+        f"{_HT}:gpus4", f"{_LL}:graphs:gpus4",
     ),
     *_rows("vllm", "http", "qwen-fp8", BASE, _HT, f"{_LL}:graphs", f"{_LL}:graphs:wrong"),
     *_rows("vllm", "http", "deepseek", BASE, _HT, f"{_LL}:graphs", f"{_LL}:graphs:wrong"),

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from servers.combinations import ROWS, Row
+from servers.models import MODELS
 from servers.runs import file_name
 
 TOLERANCE = 0.4  # of log-probabilities
+FP8_TOLERANCE = 1.0  # beside the dense model, which does not cast the experts' inputs
 
 
 @dataclass(frozen=True)
@@ -67,26 +69,30 @@ def _distance(a: float, b: float) -> float:
 
 
 def compare_with_reference(
-    rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]], tolerance: float = TOLERANCE
+    rows: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]], tolerance: float = TOLERANCE
 ) -> Verdict:
     """Token by token: the dense model was given each prefix of ``rows``."""
     equal = near_ties = wrong = missing = 0
     worst = 0.0
-    found = {row["prompt"]: row for row in reference}
+    found = {row["prompt"]: row for row in dense}
     for row in rows:
-        dense = found.get(row["prompt"])
-        if dense is None or len(dense["tokens"]) != len(row["tokens"]):
+        said = found.get(row["prompt"])
+        if said is None or len(said["tokens"]) != len(row["tokens"]):
             missing += 1
             continue
         for index, token in enumerate(row["tokens"]):
-            if dense["tokens"][index] == token:
+            if said["tokens"][index] == token:
                 equal += 1
-            elif dense["margins"][index] <= tolerance:
+            elif said["margins"][index] <= tolerance:
                 near_ties += 1
             else:
                 wrong += 1
-            worst = max(worst, _distance(row["logprobs"][index], dense["logprobs"][index]))
+            worst = max(worst, _distance(row["logprobs"][index], said["logprobs"][index]))
     return Verdict(equal, near_ties, wrong, missing or int(not rows), worst)
+
+
+def reference_tolerance(row: Row) -> float:
+    return FP8_TOLERANCE if MODELS[row.model].fp8 else TOLERANCE
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -98,7 +104,8 @@ def judge(row: Row, result: dict[str, Any], base: dict[str, Any] | None) -> tupl
         return False, f"failed: {result['failure'].splitlines()[0]}"
     if "refused" in row.options:
         return True, f"ends after {result['facts']['ended_s']:.0f} s: {result['said'][:100]}"
-    if row.is_over_deep_comm and not (result["built"] and any(c["counts"] for c in result["calls"])):
+    was_called = result["built"] and any(one["counts"] for one in result["calls"])
+    if row.is_over_deep_comm and not was_called:
         return False, "deep_comm was not called"
     if "eplb" in row.options and not result["rearranged"]:
         return False, "no experts were moved"
@@ -109,13 +116,15 @@ def judge(row: Row, result: dict[str, Any], base: dict[str, Any] | None) -> tupl
         if reference is None:
             return True, "the base"
         verdict = Verdict(**reference)
-        return verdict.agrees(), f"the base; beside the dense model {verdict}"
+        text = f"the base; beside the dense model {verdict}"
+        return verdict.agrees(reference_tolerance(row)), text
     if base is None or base.get("failure"):
         return False, "its base has no result"
     verdict = compare(base["rows"], result["rows"])
     if row.is_control:
         is_caught = verdict.wrong > 0
-        return is_caught, f"control, {'wrong as it must be' if is_caught else 'NOT WRONG'}: {verdict}"
+        text = "wrong as it must be" if is_caught else "NOT WRONG"
+        return is_caught, f"control, {text}: {verdict}"
     return verdict.agrees(), f"{verdict}; log-probabilities within {verdict.worst:.2g}"
 
 

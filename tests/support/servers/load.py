@@ -1,4 +1,4 @@
-"""Completions over HTTP as OpenAI's API has them: streamed, many at once, some aborted on the way."""
+"""Completions over HTTP, as OpenAI's API has them: streamed, many at once, some aborted."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def figure(values: Sequence[float]) -> Figure:
 
 
 def measure(
-    server: Server, ids: Sequence[list[int]], tokens: int, at_once: int, num_ranks: int, repeats: int
+    server: Server, ids: list[list[int]], tokens: int, at_once: int, num_ranks: int, repeats: int
 ) -> dict[str, Figure]:
     """Rates and times with ``at_once`` completions in flight, each rank serving its share.
 

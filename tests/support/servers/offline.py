@@ -1,4 +1,4 @@
-"""vLLM's engine without a server, a process per rank; and the dense model that it is held against."""
+"""vLLM's engine without a server, a process per rank; and the dense model beside it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ _VLLM_IDLE = ("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",)
 
 RELEASES = (
     Release(
-        "vllm", "0.33.0", "manylinux_2_28_x86_64", "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+        "vllm", "0.33.0", "manylinux_2_28_x86_64",
+        "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
         _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, ("older_nccl", "older_stream"),
     ),
     Release(

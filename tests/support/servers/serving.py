@@ -1,6 +1,4 @@
-"""A server with its HTTP interface: tokens, requests that are aborted, a rank without work, kill -9,
-and figures.
-"""
+"""A server with its HTTP interface: tokens, aborted requests, a rank without work, kill -9, times."""
 
 from __future__ import annotations
 

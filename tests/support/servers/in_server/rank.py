@@ -1,4 +1,4 @@
-"""One rank of vLLM's engine without a server: ``rank.py JOB``, a file of JSON that offline.py wrote.
+"""One rank of vLLM's engine without a server: ``rank.py JOB``, JSON that offline.py wrote.
 
 Every rank is a process of its own in which the whole engine runs (vLLM's external launcher).
 """
@@ -42,9 +42,9 @@ if __name__ == "__main__":
                 )
             )  # fmt: skip
     facts = dict(
-        server=f"vllm {vllm.__version__}", torch=torch.__version__, device=torch.cuda.get_device_name(),
-        import_s=imported - began, start_s=started - imported,
-        generate_s=time.monotonic() - started,
+        server=f"vllm {vllm.__version__}", torch=torch.__version__,
+        device=torch.cuda.get_device_name(), import_s=imported - began,
+        start_s=started - imported, generate_s=time.monotonic() - started,
     )  # fmt: skip
     Path(job["result"]).write_text(json.dumps(dict(facts=facts, rows=rows)))
     time.sleep(3)  # a rank that ends first must not take memory away that the other still reads
