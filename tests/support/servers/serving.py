@@ -1,4 +1,4 @@
-"""A server with its HTTP interface: tokens, aborted requests, a rank without work, kill -9, times."""
+"""A server over HTTP: tokens, aborted requests, a rank without work, kill -9, times."""
 
 from __future__ import annotations
 
