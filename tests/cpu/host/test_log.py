@@ -87,12 +87,17 @@ def test_the_line_of_a_buffer_says_through_what_it_is_used(
     def build(group: Any) -> None:
         Buffer(group, 1 << 20, device="cpu").destroy()
         ElasticBuffer(group, 8 << 20, device="cpu").destroy()
-        deep_comm.Buffer(group, 1 << 20, device="cpu").destroy()
+        size = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 4)
+        deep_comm.Buffer(group, 0, size, low_latency_mode=True, device="cpu").destroy()
 
     local.run(build, 1, timeout_s=60)
-    said = [re.search(r" is built(.*?):", line) for line in lines(caplog, logging.INFO)]
-    users = [found[1] for found in said if found]
-    assert users == [" for deep_ep.Buffer", " for deep_ep.ElasticBuffer", ""]
+    said = [re.search(r" is built(.*?): one node; (.*?);", it) for it in
+            lines(caplog, logging.INFO)]  # fmt: skip
+    assert [found.groups() for found in said if found] == [
+        (" for deep_ep.Buffer", "normal calls"),
+        (" for deep_ep.ElasticBuffer", "normal calls"),
+        ("", "low-latency calls"),
+    ]
 
 
 def test_debug_has_a_line_for_each_call_with_sizes_and_path(
