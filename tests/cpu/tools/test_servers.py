@@ -640,6 +640,46 @@ def test_a_row_starts_its_server_kills_it_starts_it_again_and_asks_it(tmp_path: 
     assert line.is_good is False and line.text == "deep_comm was not called"
 
 
+ENGINE = """
+import os, torch
+from types import SimpleNamespace
+
+__version__ = "0"
+torch.cuda.get_device_name = lambda: "none"
+SamplingParams = SimpleNamespace
+
+class LLM:
+    def __init__(self, **options):
+        assert options["all2all_backend"] and options["data_parallel_size"] == 2
+        assert os.environ["WORLD_SIZE"] == "2"
+
+    def generate(self, prompts, sampling):
+        outputs = []
+        for prompt in prompts:
+            first = sum(prompt["prompt_token_ids"])
+            ids = [first + step for step in range(sampling.max_tokens)]
+            said = [{one: SimpleNamespace(logprob=-1.0), 0: SimpleNamespace(logprob=-1.5)}
+                    for one in ids]
+            made = SimpleNamespace(token_ids=ids, logprobs=said)
+            outputs.append(SimpleNamespace(outputs=[made]))
+        return outputs
+"""
+
+
+def test_ranks_of_an_engine_get_their_prompts_and_give_their_tokens(tmp_path: Path) -> None:
+    """With an engine of a few lines in vLLM's place."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(ENGINE)
+    machine = dataclasses.replace(machine_at(tmp_path, limit_s=100), paths=(str(tmp_path),))
+    row = BY_NAME[f"vllm/offline/qwen/{BASE}:prefix"]
+    result = offline.run(row, machine)
+    assert [one["ids"] for one in result["rows"]] == offline.prompts_of(row)
+    for one in result["rows"]:
+        assert one["tokens"] == list(range(sum(one["ids"]), sum(one["ids"]) + 24))
+        assert one["logprobs"] == [-1.0] * 24 and one["margins"] == [0.5] * 24
+    assert result["facts"]["server"] == "vllm 0" and result["calls"] == []
+
+
 @pytest.mark.parametrize(
     ("code", "is_good"),
     [

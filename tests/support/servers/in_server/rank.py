@@ -33,11 +33,17 @@ if __name__ == "__main__":
         rows = []
         for prompt, output in zip(job["prompts"], outputs, strict=True):
             (made,) = output.outputs
-            best = [sorted((x.logprob for x in d.values()), reverse=True) for d in made.logprobs]
+            best = [
+                sorted((one.logprob for one in said.values()), reverse=True)
+                for said in made.logprobs
+            ]
             rows.append(
                 dict(
                     prompt=prompt["prompt"], ids=prompt["ids"], tokens=list(made.token_ids),
-                    logprobs=[d[t].logprob for t, d in zip(made.token_ids, made.logprobs)],  # noqa: B905
+                    logprobs=[
+                        said[token].logprob
+                        for token, said in zip(made.token_ids, made.logprobs, strict=True)
+                    ],
                     margins=[pair[0] - pair[1] for pair in best],
                 )
             )  # fmt: skip
