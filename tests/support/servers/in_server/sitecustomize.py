@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 METHODS = (
@@ -22,6 +23,7 @@ METHODS = (
 )  # fmt: skip
 counts: dict[str, int] = {}
 experts: dict[int, int] = {}  # by Buffer
+lock = threading.Lock()  # of counts and their file: dual-batch overlap calls from two threads
 
 
 def write_counts(module) -> None:
@@ -53,10 +55,11 @@ def watched(module, owner, name):
             bound = signature.bind(self, *arguments, **options)
             lead_astray(self, bound)
             arguments, options = bound.args[1:], bound.kwargs
-        counts[key] = counts.get(key, 0) + 1
         result = inner(self, *arguments, **options)
-        if counts[key] <= 2 or counts[key] % 20 == 0:
-            write_counts(module)
+        with lock:
+            counts[key] = counts.get(key, 0) + 1
+            if counts[key] <= 2 or counts[key] % 20 == 0:
+                write_counts(module)
         return result
 
     return call
