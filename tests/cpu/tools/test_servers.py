@@ -241,6 +241,8 @@ def test_the_table_of_releases_names_each_once_with_a_hash() -> None:
         assert len(bytes.fromhex(release.sha256)) == 32
     bridges = hook_module().BRIDGES
     assert all(set(release.hooks) <= set(bridges) for release in RELEASES)
+    backends = {row.backend for row in ROWS}
+    assert all(set(release.absent) <= backends for release in RELEASES)
 
 
 # ---- models --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ class Release:
     packages: tuple[str, ...]  # packages that a machine with torch and transformers lacks
     dropped: tuple[str, ...] = ()  # patterns of paths that experts in Triton do not need
     idle: tuple[str, ...] = ()  # modules that are imported, and whose kernels do not run
+    absent: tuple[str, ...] = ()  # backends of combinations.py that it does not have
     hooks: tuple[str, ...] = ()  # of in_server/sitecustomize.py: what torch 2.11 lacks for it
 
     @property
@@ -59,12 +60,12 @@ RELEASES = (
     Release(
         "vllm", "0.33.0", "manylinux_2_28_x86_64",
         "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
-        _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, ("older_nccl", "older_stream"),
+        _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, hooks=("older_nccl", "older_stream"),
     ),
     Release(
         "vllm", "0.19.1", "manylinux_2_31_x86_64",
         "71a87f46cafab4489c69a5c5c83b870d0235e5694d8222303d460576293dc719",
-        _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE,
+        _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, absent=("deepep_v2",),
     ),
 )  # fmt: skip
 

@@ -40,7 +40,7 @@ class Machine:
     paths: tuple[str, ...]  # of what is to be imported: the release, its packages, deep_ep
     hooks: tuple[str, ...] = ()
     device: str = "cuda"  # that makes models
-    limit_s: float = 300.0  # of each process
+    limit_s: float = 300.0  # of each process, and of a server's start; it then serves three more
     repeats: int = 5  # of figures
 
     def model(self, name: str) -> Path:

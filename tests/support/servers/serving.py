@@ -66,7 +66,7 @@ def served(row: Row, machine: Machine, log: Path) -> Iterator[Up]:
     """A server that answers. Raises Failed if it ends, or does not come in time."""
     port, env = free_port(), runs.environment(row, machine)
     began = time.monotonic()
-    with runs.started(command(row, machine, port), env, log, machine.limit_s) as process:
+    with runs.started(command(row, machine, port), env, log, 4 * machine.limit_s) as process:
         while True:
             if process.poll() is not None:
                 raise Failed(f"the server ended with {process.returncode}\n{runs.tail(log)}")
