@@ -570,9 +570,12 @@ def _described(buffer: Buffer) -> str:
     topology, nodes = context.topology, "one node"
     if topology.num_nodes > 1:
         nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node}, rail {context.rail}"
-    modes = "normal and low-latency calls" if buffer.low_latency_mode else "normal calls"
+    kinds = ["normal"] if buffer.num_nvl_bytes else []
+    kinds += ["low-latency"] if buffer.low_latency_mode else []
+    calls = " and ".join(kinds) or "no"
+    user = f" for {log.user()}" if log.user() else ""
     return (
-        f"{buffer!r} of deep_comm {__version__} is built: {nodes}; {modes}; "
+        f"{buffer!r} of deep_comm {__version__} is built{user}: {nodes}; {calls} calls; "
         f"{context.heap.num_bytes / mib:.1f} MiB, of which normal mode "
         f"{buffer.num_nvl_bytes / mib:.1f} (receive region {context.num_direct_bytes / mib:.1f}), "
         f"low latency {context.low_latency_bytes / mib:.1f}, between nodes "

@@ -8,11 +8,13 @@ path: ``buffer.stats()``.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +36,24 @@ def set_up() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(_FORMAT))
         logger.addHandler(handler)
+
+
+_user = contextvars.ContextVar("user", default="")
+
+
+@contextlib.contextmanager
+def used_by(name: str) -> Iterator[None]:
+    """Within it the lines of Buffers that are built say who uses them: ``name``."""
+    before = _user.set(name)
+    try:
+        yield
+    finally:
+        _user.reset(before)
+
+
+def user() -> str:
+    """Who uses a Buffer that is built now, if not the program itself."""
+    return _user.get()
 
 
 def brief(value: Any) -> str:

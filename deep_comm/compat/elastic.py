@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm import log
 from deep_comm.compat.elastic_calls import (
     DispatchResult,
     ElasticCalls,
@@ -96,15 +97,16 @@ class ElasticBuffer(ElasticCalls, Refused):
         timeout_s = checks.timeout_s("num_gpu_timeout_secs", num_gpu_timeout_secs)
         topology = topology_of(group, timeout_s)
         num_nvl_bytes, num_rdma_bytes = shared_out(num_bytes, topology, hidden)
-        self._buffer = deep_comm.Buffer(
-            group,
-            num_nvl_bytes,
-            num_rdma_bytes,
-            num_qps_per_rank=num_allocated_qps or _DEFAULT_NUM_QPS,
-            explicitly_destroy=explicitly_destroy,
-            timeout_s=timeout_s,
-            device=device,
-        )
+        with log.used_by("deep_ep.ElasticBuffer"):
+            self._buffer = deep_comm.Buffer(
+                group,
+                num_nvl_bytes,
+                num_rdma_bytes,
+                num_qps_per_rank=num_allocated_qps or _DEFAULT_NUM_QPS,
+                explicitly_destroy=explicitly_destroy,
+                timeout_s=timeout_s,
+                device=device,
+            )
         topology = self._buffer._context.topology
         self.rank_idx = self._buffer.rank
         self.num_ranks = self._buffer.group_size

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm import log
 from deep_comm.compat import extensions as extended
 from deep_comm.compat import hints
 from deep_comm.compat.nvfp4 import experts_last
@@ -134,20 +135,21 @@ class Buffer(deep_comm.Buffer):
             allocated_bytes = hints.bytes_to_allocate(
                 group, comm, num_rdma_bytes, bool(enable_shrink), own.get("timeout_s")
             )
-        super().__init__(
-            group,
-            num_nvl_bytes,
-            allocated_bytes,
-            low_latency_mode=low_latency_mode,
-            num_qps_per_rank=num_qps_per_rank,
-            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
-            allow_mnnvl=allow_mnnvl,
-            use_fabric=use_fabric,
-            explicitly_destroy=explicitly_destroy,
-            enable_shrink=enable_shrink,
-            comm=comm,
-            **own,
-        )
+        with log.used_by("deep_ep.Buffer"):
+            super().__init__(
+                group,
+                num_nvl_bytes,
+                allocated_bytes,
+                low_latency_mode=low_latency_mode,
+                num_qps_per_rank=num_qps_per_rank,
+                allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+                allow_mnnvl=allow_mnnvl,
+                use_fabric=use_fabric,
+                explicitly_destroy=explicitly_destroy,
+                enable_shrink=enable_shrink,
+                comm=comm,
+                **own,
+            )
         self.num_rdma_bytes = num_rdma_bytes  # what callers compare with their next size hint
 
     @property

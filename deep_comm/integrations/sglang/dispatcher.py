@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm import log
 from deep_comm.compat.elastic_sizes import ring_bytes, topology_of
 from deep_comm.compat.nvfp4 import experts_last
 from deep_comm.errors import ArgumentError, UnsupportedError
@@ -293,9 +294,10 @@ def shared_buffer(
             ranks_per_node=topology.ranks_per_node,
         )  # fmt: skip
         num_rdma_bytes = max(num_rdma_bytes, for_decode)
-    buffer = deep_comm.Buffer(
-        group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=mode.enable_low_latency()
-    )
+    with log.used_by("SGLang's native adapter"):
+        buffer = deep_comm.Buffer(
+            group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=mode.enable_low_latency()
+        )
     with _lock:
         _buffers[key] = buffer
     return buffer

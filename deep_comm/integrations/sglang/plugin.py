@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 
+from deep_comm import log
+from deep_comm._version import __version__
 from deep_comm.errors import UnsupportedError
 from deep_comm.integrations.sglang.dispatcher import DeepCommDispatcher
 
@@ -44,4 +46,6 @@ def register() -> list[str]:
             modules.append(module)
     for module in modules:
         setattr(module, _NAME, DeepCommDispatcher)
+    log.set_up()
+    log.logger.info("deep_comm %s serves SGLang's --moe-a2a-backend deepep", __version__)
     return [module.__name__ for module in modules]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm import log
 from deep_comm.compat.elastic_sizes import topology_of
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.integrations.vllm import interface as vllm
@@ -61,7 +62,8 @@ class DeepCommAll2AllManager(vllm.All2AllManagerBase, abc.ABC):  # type: ignore[
         with self._lock:
             buffer = self._buffers.get(key)
             if buffer is None:
-                buffer = deep_comm.Buffer(self.cpu_group, **arguments)
+                with log.used_by("vLLM's native adapter"):
+                    buffer = deep_comm.Buffer(self.cpu_group, **arguments)
                 self._buffers[key] = buffer
             return buffer
 

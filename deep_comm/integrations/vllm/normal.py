@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm import log
 from deep_comm.errors import ArgumentError
 from deep_comm.integrations.vllm import interface as vllm
 from deep_comm.integrations.vllm.prepare_finalize import (
@@ -251,9 +252,10 @@ def decode_buffer(
             num_tokens, hidden, beside.group_size, num_experts,
             ranks_per_node=beside._context.topology.ranks_per_node,
         )  # fmt: skip
-        buffer = deep_comm.Buffer(
-            beside.group, 0, num_bytes, low_latency_mode=True, device=beside.device
-        )
+        with log.used_by("vLLM's native adapter"):
+            buffer = deep_comm.Buffer(
+                beside.group, 0, num_bytes, low_latency_mode=True, device=beside.device
+            )
         _decode_buffers[key] = buffer
     return buffer
 

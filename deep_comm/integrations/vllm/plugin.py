@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from deep_comm import log
+from deep_comm._version import __version__
 from deep_comm.errors import UnsupportedError
 from deep_comm.integrations.vllm.low_latency import LowLatencyPrepareFinalize
 from deep_comm.integrations.vllm.manager import LowLatencyManager, NormalManager
@@ -45,3 +47,7 @@ def register() -> None:
         found.append((module, name, ours))
     for module, name, ours in found:
         setattr(module, name, ours)
+    log.set_up()
+    log.logger.info(
+        "deep_comm %s serves vLLM's deepep_high_throughput and deepep_low_latency", __version__
+    )

@@ -313,8 +313,12 @@ def test_layers_share_a_buffer_that_goes_with_them() -> None:
     local.run(fn, 1, timeout_s=60)
 
 
-def test_register_exchanges_the_class_wherever_it_was_imported() -> None:
+def test_register_exchanges_the_class_wherever_it_was_imported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "deep_comm")
     assert len(adapter.register()) == 3 == len(adapter.register())
+    assert "serves SGLang's --moe-a2a-backend deepep" in caplog.messages[0]
     for place in (deepep, token_dispatcher, two_batch_overlap):
         assert place.DeepEPDispatcher is adapter.DeepCommDispatcher
 

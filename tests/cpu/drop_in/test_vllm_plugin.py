@@ -29,12 +29,17 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(all2all_utils, name, getattr(all2all_utils, name))
 
 
-def test_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_does_nothing_unless_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "deep_comm")
     before = all2all.DeepEPHTAll2AllManager
     vllm_plugin.register_if_asked()
     assert all2all.DeepEPHTAll2AllManager is before
+    assert not caplog.messages
     monkeypatch.setenv("DEEP_COMM_VLLM", "1")
     vllm_plugin.register_if_asked()
+    assert "serves vLLM's deepep_high_throughput and deepep_low_latency" in caplog.messages[0]
     assert all2all.DeepEPHTAll2AllManager is adapter.NormalManager
     assert all2all_utils.DeepEPLLPrepareAndFinalize is adapter.LowLatencyPrepareFinalize
 

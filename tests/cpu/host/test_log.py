@@ -77,6 +77,30 @@ def test_info_has_a_line_for_a_buffer_and_for_what_changes_it(
     assert not lines(caplog, logging.DEBUG)
 
 
+def test_the_line_of_a_buffer_says_through_what_it_is_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from deep_comm.compat.elastic import ElasticBuffer
+    from deep_comm.compat.legacy import Buffer
+
+    log.logger.setLevel(logging.INFO)
+
+    def build(group: Any) -> None:
+        Buffer(group, 1 << 20, device="cpu").destroy()
+        ElasticBuffer(group, 8 << 20, device="cpu").destroy()
+        size = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 4)
+        deep_comm.Buffer(group, 0, size, low_latency_mode=True, device="cpu").destroy()
+
+    local.run(build, 1, timeout_s=60)
+    said = [re.search(r" is built(.*?): one node; (.*?);", it) for it in
+            lines(caplog, logging.INFO)]  # fmt: skip
+    assert [found.groups() for found in said if found] == [
+        (" for deep_ep.Buffer", "normal calls"),
+        (" for deep_ep.ElasticBuffer", "normal calls"),
+        ("", "low-latency calls"),
+    ]
+
+
 def test_debug_has_a_line_for_each_call_with_sizes_and_path(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,0 +1,225 @@
+"""Every combination that is meant to run: a row each. A row has all it needs to run, or says what
+it lacks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+BASE = "allgather_reducescatter"  # NCCL's backend, of vLLM
+_SGLANG_BASE = "none"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run.
+
+    front: offline (the engine alone), http (the server), figures (the server, timed), training.
+    options: see OPTIONS.
+    """
+
+    server: str
+    front: str
+    model: str
+    backend: str
+    options: tuple[str, ...] = ()
+    lacks: str = ""  # besides GPUs: what keeps it from running
+
+    @property
+    def name(self) -> str:
+        return ":".join([f"{self.server}/{self.front}/{self.model}/{self.backend}", *self.options])
+
+    @property
+    def num_gpus(self) -> int:
+        return 4 if "gpus4" in self.options else 2
+
+    @property
+    def base(self) -> Row:
+        """What its tokens are compared with."""
+        backend = BASE if self.server == "vllm" else _SGLANG_BASE
+        kept = tuple(one for one in self.options if one in _OF_BASE)
+        return replace(self, backend=backend, options=kept)
+
+    @property
+    def is_control(self) -> bool:
+        return "wrong" in self.options
+
+    @property
+    def is_over_deep_comm(self) -> bool:
+        is_exchange = self.backend.startswith("deepep") or self.server == "sglang"
+        return is_exchange and self.backend != self.base.backend and "deep_ep" not in self.options
+
+
+OPTIONS = {
+    "graphs": "decoding in full CUDA graphs",
+    "dbo": "dual-batch overlap",
+    "native": "deep_comm's adapter in the place of the server's own",
+    "auto": "the native adapter with low-latency steps of up to 32 tokens",
+    "chunked": "64 tokens in a step: longer prompts are prefilled in chunks",
+    "prefix": "prefix caching: prompts with a common beginning, each asked for twice",
+    "eplb": "two redundant experts, and experts moved every 32 steps",
+    "idle": "a rank without work: all prompts but one of one token are the other's",
+    "refused": "a buffer too small for its calls: the server must end with deep_comm's message",
+    "kill": "kill -9 under load: nothing may be left, and the server starts again",
+    "gpus4": "four GPUs",
+    "faults": "fault tolerance: a rank is killed, the others serve on",
+    "deep_ep": "DeepEP itself instead of deep_comm",
+    "wrong": "negative control: tokens go to other experts, and must come out wrong",
+}
+_OF_BASE = ("prefix", "gpus4")  # what changes the prompts or the ranks: the base has it too
+
+_HT, _LL, _V2 = "deepep_high_throughput", "deepep_low_latency", "deepep_v2"
+
+
+def _rows(server: str, front: str, model: str, *wanted: str, lacks: str = "") -> list[Row]:
+    rows = []
+    for text in wanted:
+        backend, *options = text.split(":")
+        rows.append(Row(server, front, model, backend, tuple(options), lacks))
+    return rows
+
+
+_PLAIN = (
+    BASE, _HT, f"{_HT}:native", _LL, f"{_LL}:native", f"{_LL}:graphs", f"{_LL}:graphs:native",
+    f"{_HT}:wrong", f"{_LL}:wrong",
+)  # fmt: skip
+
+_NO_SGLANG = (
+    "sglang-kernel 0.4.5 for torch 2.11, of which flash_ops alone has 1.8 GB: not trimmed yet; "
+    "with --installed a server that is installed starts"
+)
+_NO_TRAINING = "a training program"
+_NO_FAULTS = (
+    "a program that kills a rank and drives vLLM's /fault_tolerance/apply; with two GPUs one rank "
+    "alone would serve on"
+)
+
+ROWS: tuple[Row, ...] = (
+    *_rows("vllm", "offline", "qwen", *_PLAIN),
+    *_rows(
+        "vllm", "offline", "qwen", f"{_HT}:native:wrong", f"{_LL}:native:wrong", f"{_HT}:dbo",
+        f"{_LL}:dbo", f"{_LL}:graphs:dbo", f"{_HT}:dbo:native", f"{_HT}:auto", _V2,
+        f"{_V2}:graphs", f"{_V2}:wrong", f"{_HT}:chunked", f"{_LL}:chunked", f"{BASE}:prefix",
+        f"{_HT}:prefix", f"{_LL}:graphs:prefix", f"{_HT}:idle", f"{_LL}:graphs:idle",
+        f"{_HT}:eplb", f"{_LL}:graphs:eplb",
+    ),
+    *_rows("vllm", "offline", "qwen", f"{_LL}:graphs:faults", lacks=_NO_FAULTS),
+    *_rows("vllm", "offline", "qwen-fp8", *_PLAIN, _V2),
+    *_rows("vllm", "offline", "deepseek", *_PLAIN, _V2),
+    *_rows("vllm", "offline", "deepseek-fp8", *_PLAIN, _V2),
+    *_rows(
+        "vllm", "http", "qwen", BASE, _HT, f"{_HT}:native", f"{_LL}:graphs", f"{_LL}:graphs:native",
+        f"{_V2}:graphs", f"{_HT}:wrong", f"{_LL}:graphs:wrong", f"{_HT}:kill", f"{_LL}:graphs:kill",
+        f"{_HT}:refused", f"{_HT}:native:refused", f"{_LL}:graphs:eplb", f"{BASE}:gpus4",
+        f"{_HT}:gpus4", f"{_LL}:graphs:gpus4",
+    ),
+    *_rows("vllm", "http", "qwen-fp8", BASE, _HT, f"{_LL}:graphs", f"{_LL}:graphs:wrong"),
+    *_rows("vllm", "http", "deepseek", BASE, _HT, f"{_LL}:graphs", f"{_LL}:graphs:wrong"),
+    *_rows("vllm", "http", "deepseek-fp8", BASE, _HT, f"{_LL}:graphs", f"{_LL}:graphs:wrong"),
+    *(
+        row for model in ("large", "large-fp8")
+        for row in (
+            *_rows(
+                "vllm", "figures", model, f"{BASE}:graphs", _HT, f"{_HT}:native", f"{_HT}:auto",
+                f"{_LL}:graphs", f"{_LL}:graphs:native", f"{_V2}:graphs",
+            ),
+            *_rows(
+                "vllm", "figures", model, "flashinfer_nvlink_one_sided:graphs",
+                lacks="FlashInfer, which is not among the packed packages",
+            ),
+            *_rows(
+                "vllm", "figures", model, f"{_LL}:graphs:deep_ep",
+                lacks="DeepEP V1 built with NVSHMEM for this torch",
+            ),
+        )
+    ),
+    *_rows(
+        "sglang", "http", "qwen", _SGLANG_BASE, "normal", "low_latency", "auto", "auto:native",
+        "auto:wrong", lacks=_NO_SGLANG,
+    ),
+    *_rows("sglang", "http", "deepseek-fp8", _SGLANG_BASE, "auto", "auto:native", lacks=_NO_SGLANG),
+    *_rows("megatron", "training", "qwen", "alltoall", "deepep", lacks=_NO_TRAINING),
+    *_rows("torchtitan", "training", "deepseek", "standard", "deepep", lacks=_NO_TRAINING),
+)  # fmt: skip
+
+
+def rows_named(patterns: list[str]) -> list[Row]:
+    """Rows whose name is a pattern or starts with it, and their bases before them; no pattern: all.
+
+    Raises KeyError for a pattern that fits none.
+    """
+    chosen = []
+    for pattern in patterns:
+        fitting = [row for row in ROWS if row.name == pattern]
+        fitting = fitting or [row for row in ROWS if row.name.startswith(pattern)]
+        if not fitting:
+            raise KeyError(f"no row is named {pattern}, or starts so: see `list`")
+        chosen += fitting
+    if not patterns:
+        chosen = list(ROWS)
+    known = {row.name: row for row in ROWS}
+    with_bases = []
+    for row in chosen:
+        if row.front in ("offline", "http"):
+            with_bases.append(known[row.base.name])
+        with_bases.append(row)
+    return list(dict.fromkeys(with_bases))
+
+
+# ---- what a row means to vLLM --------------------------------------------------------------------
+
+
+def vllm_options(row: Row) -> dict[str, Any]:
+    """Arguments of vLLM's engine, by name; its server takes the same as flags."""
+    is_large = row.model.startswith("large")
+    options: dict[str, Any] = dict(
+        dtype="bfloat16", seed=0, enable_expert_parallel=True, all2all_backend=row.backend,
+        data_parallel_size=row.num_gpus, attention_backend="TRITON_ATTN", moe_backend="triton",
+        max_model_len=2048 if is_large else 512, max_num_seqs=64,
+        max_num_batched_tokens=2048 if is_large else 256, gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=1 << 32 if is_large else 1 << 30, disable_custom_all_reduce=True,
+        enable_prefix_caching="prefix" in row.options, enforce_eager="graphs" not in row.options,
+    )  # fmt: skip
+    if "graphs" in row.options:
+        options["compilation_config"] = dict(
+            mode=0, cudagraph_mode="FULL_DECODE_ONLY",
+            cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64],
+        )  # fmt: skip
+    if "dbo" in row.options:
+        options |= dict(
+            enable_dbo=True, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=8
+        )
+    if "chunked" in row.options:
+        options |= dict(enable_chunked_prefill=True, max_num_batched_tokens=64)
+    if "eplb" in row.options:
+        balance = dict(window_size=16, step_interval=32, num_redundant_experts=2)
+        options |= dict(enable_eplb=True, eplb_config=balance)
+    return options
+
+
+def variables(row: Row) -> dict[str, str]:
+    """Environment variables of the server's processes."""
+    found = {}
+    if "native" in row.options or "auto" in row.options:
+        found["DEEP_COMM_VLLM"] = "1"
+    if "auto" in row.options:
+        found["DEEP_COMM_DECODE_TOKENS"] = "32"
+    if row.is_control:
+        found["SERVERS_WRONG"] = "1"
+    if "refused" in row.options:
+        found["VLLM_DEEPEP_BUFFER_SIZE_MB"] = "1"
+    if row.backend == _V2:
+        # vLLM asks for a newer NCCL and for an InfiniBand card before it lets deepep_v2 run.
+        found |= dict(EP_DISABLE_GIN="1", SERVERS_NCCL="23004")
+    if row.model.startswith("deepseek"):
+        found["VLLM_MLA_DISABLE"] = "1"  # its kernels are not in a trimmed release
+    return found
+
+
+def sglang_flags(row: Row) -> list[str]:
+    flags = ["--tp-size", "2", "--ep-size", "2", "--attention-backend", "triton"]
+    flags += ["--mem-fraction-static", "0.3", "--context-length", "512", "--disable-radix-cache"]
+    if row.is_over_deep_comm:
+        flags += ["--moe-a2a-backend", "deepep", "--deepep-mode", row.backend]
+    return flags

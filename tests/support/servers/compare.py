@@ -1,0 +1,176 @@
+"""Two runs token by token, and the table of all.
+
+Greedy tokens of two backends may differ where two candidates are close: experts' kernels round
+differently. So a row agrees if every prompt's tokens are the base's, or first differ where the
+base's two best log-probabilities are within the tolerance; and if the log-probabilities of the
+equal tokens before are too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from servers.combinations import ROWS, Row
+from servers.models import MODELS
+from servers.runs import file_name
+
+TOLERANCE = 0.4  # of log-probabilities
+FP8_TOLERANCE = 1.0  # beside the dense model, which does not cast the experts' inputs
+
+
+@dataclass(frozen=True)
+class Verdict:
+    equal: int = 0
+    near_ties: int = 0
+    wrong: int = 0
+    missing: int = 0  # prompts of the base without an answer of its length, or none compared
+    worst: float = 0.0  # difference of log-probabilities
+
+    def agrees(self, tolerance: float = TOLERANCE) -> bool:
+        return not self.wrong and not self.missing and self.worst <= tolerance
+
+    def __str__(self) -> str:
+        text = f"{self.equal} equal, {self.near_ties} near ties, {self.wrong} wrong"
+        return f"{text}, {self.missing} missing" if self.missing else text
+
+
+def compare(
+    base: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], tolerance: float = TOLERANCE
+) -> Verdict:
+    """Rows of two runs, matched by prompt."""
+    found = {row["prompt"]: row for row in other}
+    equal = near_ties = wrong = missing = 0
+    worst = 0.0
+    for expected in base:
+        got = found.get(expected["prompt"])
+        if got is None or len(got["tokens"]) != len(expected["tokens"]):
+            missing += 1
+            continue
+        pairs = list(zip(expected["tokens"], got["tokens"], strict=True))
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if first is None:
+            equal += 1
+        elif expected["margins"][first] <= tolerance:
+            near_ties += 1
+        else:
+            wrong += 1
+        both = list(zip(expected["logprobs"], got["logprobs"], strict=True))[:first]
+        worst = max([worst, *(_distance(a, b) for a, b in both)])
+    return Verdict(equal, near_ties, wrong, missing or int(not base), worst)
+
+
+def _distance(a: float, b: float) -> float:
+    """Infinite if one is no number: max() would lose it."""
+    return abs(a - b) if a == a and b == b else float("inf")
+
+
+def compare_with_reference(
+    rows: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]], tolerance: float = TOLERANCE
+) -> Verdict:
+    """Token by token: the dense model was given each prefix of ``rows``."""
+    equal = near_ties = wrong = missing = 0
+    worst = 0.0
+    found = {row["prompt"]: row for row in dense}
+    for row in rows:
+        said = found.get(row["prompt"])
+        if said is None or len(said["tokens"]) != len(row["tokens"]):
+            missing += 1
+            continue
+        for index, token in enumerate(row["tokens"]):
+            if said["tokens"][index] == token:
+                equal += 1
+            elif said["margins"][index] <= tolerance:
+                near_ties += 1
+            else:
+                wrong += 1
+            worst = max(worst, _distance(row["logprobs"][index], said["logprobs"][index]))
+    return Verdict(equal, near_ties, wrong, missing or int(not rows), worst)
+
+
+def reference_tolerance(row: Row) -> float:
+    return FP8_TOLERANCE if MODELS[row.model].fp8 else TOLERANCE
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def judge(row: Row, result: dict[str, Any], base: dict[str, Any] | None) -> tuple[bool, str]:
+    """Whether a run is as it must be, and in words."""
+    if result.get("failure"):
+        return False, f"failed: {result['failure'].splitlines()[0]}"
+    if "refused" in row.options:
+        return True, f"ends after {result['facts']['ended_s']:.0f} s: {result['said'][:100]}"
+    was_called = result["built"] and any(one["counts"] for one in result["calls"])
+    if row.is_over_deep_comm and not was_called:
+        return False, "deep_comm was not called"
+    if "eplb" in row.options and not result["rearranged"]:
+        return False, "no experts were moved"
+    if row.front == "figures":
+        return True, "measured"
+    if row == row.base:
+        reference = result.get("reference")
+        if reference is None:
+            return True, "the base"
+        verdict = Verdict(**reference)
+        text = f"the base; beside the dense model {verdict}"
+        return verdict.agrees(reference_tolerance(row)), text
+    if base is None or base.get("failure"):
+        return False, "its base has no result"
+    verdict = compare(base["rows"], result["rows"])
+    if row.is_control:
+        is_caught = verdict.wrong > 0
+        text = "wrong as it must be" if is_caught else "NOT WRONG"
+        return is_caught, f"control, {text}: {verdict}"
+    return verdict.agrees(), f"{verdict}; log-probabilities within {verdict.worst:.2g}"
+
+
+@dataclass(frozen=True)
+class Line:
+    row: Row
+    is_good: bool | None  # None: did not run
+    text: str
+    figures: dict[str, Any]
+
+
+def lines(out: Path, rows: Iterable[Row] = ROWS) -> list[Line]:
+    """What became of each row in a folder of runs."""
+    results = {}
+    for row in ROWS:
+        path = out / f"{file_name(row)}.json"
+        if path.exists():
+            results[row.name] = json.loads(path.read_text())
+    found = []
+    for row in rows:
+        result = results.get(row.name)
+        if result is None:
+            text = f"not run: needs {row.lacks}" if row.lacks else "not run"
+            found.append(Line(row, None, text, {}))
+        elif result.get("skipped"):
+            found.append(Line(row, None, f"not run: needs {result['skipped']}", {}))
+        else:
+            is_good, text = judge(row, result, results.get(row.base.name))
+            found.append(Line(row, is_good, text, result.get("figures", {})))
+    return found
+
+
+def table(found: Sequence[Line]) -> str:
+    """Markdown."""
+    words = {True: "good", False: "BAD", None: "–"}
+    text = ["| combination | verdict | |", "|---|---|---|"]
+    text += [f"| `{one.row.name}` | {words[one.is_good]} | {one.text} |" for one in found]
+    timed = [one for one in found if one.figures]
+    if timed:
+        text += ["", "| combination | at once | tokens/s | first token, ms | each token, ms |"]
+        text += ["|---|---|---|---|---|"]
+        for one in timed:
+            for at_once, values in one.figures.items():
+                cells = [
+                    f"{values[name]['mean']:.4g} ± {values[name]['half_width']:.2g}"
+                    for name in ("tokens_s", "first_ms", "each_ms")
+                ]
+                text.append(f"| `{one.row.name}` | {at_once} | {' | '.join(cells)} |")
+    return "\n".join(text) + "\n"

@@ -1,0 +1,140 @@
+"""First on PYTHONPATH: every process of a server counts what it calls, and some are led astray.
+
+SERVERS_WATCH=MODULE: count calls of the Buffers of deep_ep, or of deep_comm.buffer for native
+adapters; SERVERS_COUNTS is the folder for one JSON file per process. SERVERS_WRONG=1: each token is
+sent to the expert half a turn further, the negative control. SERVERS_HOOKS: names of functions
+below that bridge what an older torch lacks. SERVERS_NCCL: the version that vLLM is told.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+METHODS = (
+    "get_dispatch_layout", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine",
+)  # fmt: skip
+counts: dict[str, int] = {}
+experts: dict[int, int] = {}  # by Buffer
+lock = threading.Lock()  # of counts and their file: dual-batch overlap calls from two threads
+
+
+def write_counts(module) -> None:
+    path = Path(os.environ["SERVERS_COUNTS"]) / f"{os.getpid()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(dict(file=module.__file__, counts=counts)))
+    part.replace(path)
+
+
+def lead_astray(buffer, bound) -> None:
+    import torch
+
+    given = bound.arguments
+    if given.get("num_experts"):
+        experts[id(buffer)] = given["num_experts"]
+    ids, total = given.get("topk_idx"), experts.get(id(buffer))
+    if ids is not None and total:
+        given["topk_idx"] = torch.where(ids >= 0, (ids + total // 2) % total, ids)
+
+
+def watched(module, owner, name):
+    inner = getattr(owner, name)
+    signature, key = inspect.signature(inner), f"{owner.__name__}.{name}"
+
+    @functools.wraps(inner)
+    def call(self, *arguments, **options):
+        if os.environ.get("SERVERS_WRONG") == "1":
+            bound = signature.bind(self, *arguments, **options)
+            lead_astray(self, bound)
+            arguments, options = bound.args[1:], bound.kwargs
+        result = inner(self, *arguments, **options)
+        with lock:
+            counts[key] = counts.get(key, 0) + 1
+            if counts[key] <= 2 or counts[key] % 20 == 0:
+                write_counts(module)
+        return result
+
+    return call
+
+
+def watch(module) -> None:
+    for owner in (getattr(module, name, None) for name in ("Buffer", "ElasticBuffer")):
+        for name in METHODS:
+            if hasattr(owner, name):
+                setattr(owner, name, watched(module, owner, name))
+
+
+def older_nccl(module) -> None:
+    """torch 2.11's NCCL lacks two functions with which vLLM suspends communicators."""
+    library, missing = module.NCCLLibrary, ("ncclCommSuspend", "ncclCommResume")
+    library.exported_functions = [f for f in library.exported_functions if f.name not in missing]
+
+
+def older_stream(module) -> None:
+    """torch 2.11's Stream has no is_capturing."""
+    import torch
+
+    module._is_capturing_or_compiling = lambda: (
+        torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+    )
+
+
+def nccl_version(module) -> None:
+    module._get_runtime_nccl_version = lambda: int(os.environ["SERVERS_NCCL"])
+
+
+BRIDGES = {
+    "older_nccl": ("vllm.distributed.device_communicators.pynccl_wrapper", older_nccl),
+    "older_stream": (
+        "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe", older_stream,
+    ),
+}  # fmt: skip
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Runs a hook after its module, once."""
+
+    def __init__(self, hooks) -> None:
+        self.hooks, self.searching = hooks, set()
+
+    def find_spec(self, name, path, target=None):
+        if name not in self.hooks or name in self.searching:
+            return None
+        self.searching.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            hook = self.hooks.pop(name, None)
+            if hook is not None:
+                hook(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def hooks():
+    found = dict(BRIDGES[name] for name in os.environ.get("SERVERS_HOOKS", "").split())
+    if os.environ.get("SERVERS_WATCH"):
+        found[os.environ["SERVERS_WATCH"]] = watch
+    if os.environ.get("SERVERS_NCCL"):
+        found["vllm.utils.import_utils"] = nccl_version
+    return found
+
+
+if hooks():
+    sys.meta_path.insert(0, Finder(hooks()))

@@ -1,0 +1,168 @@
+"""Completions over HTTP, as OpenAI's API has them: streamed, many at once, some aborted."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_LENGTHS = (1, 2, 3, 17, 31, 64, 100, 129, 200, 7, 50, 90)
+# Student's t for 95 % of n measurements, n = 2 to 10.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def prompts(vocab: int, count: int, seed: int, common: int = 0) -> list[list[int]]:
+    """Token ids, of mixed lengths. ``common``: so many first ids are the same in all of them."""
+    draw = random.Random(seed)
+    start = [draw.randrange(3, vocab) for _ in range(common)]
+    return [
+        start + [draw.randrange(3, vocab) for _ in range(_LENGTHS[index % len(_LENGTHS)])]
+        for index in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    timeout_s: float = 120.0  # of each wait for the server's next bytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A completion that is wanted."""
+
+    prompt: int
+    ids: list[int]
+    tokens: int
+    rank: int | None = None  # the data-parallel rank that shall serve it
+    abort_after: int | None = None  # close the connection after so many tokens
+
+
+@dataclass
+class Answer:
+    prompt: int
+    ids: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)  # best minus second best log-probability
+    aborted: bool = False
+    first_s: float = 0.0  # until the first token
+    last_s: float = 0.0
+
+
+class BadAnswer(Exception):
+    """The server refused, or ended a completion early."""
+
+
+def complete(server: Server, asked: Asked) -> Answer:
+    """One completion, streamed, greedy. Raises BadAnswer, OSError."""
+    body = dict(
+        model="m", prompt=asked.ids, max_tokens=asked.tokens, temperature=0, ignore_eos=True,
+        logprobs=2, stream=True, return_token_ids=True, add_special_tokens=False,
+    )  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    if asked.rank is not None:
+        headers["X-data-parallel-rank"] = str(asked.rank)
+    answer = Answer(asked.prompt, asked.ids)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=server.timeout_s)
+    began = time.perf_counter()
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise BadAnswer(f"prompt {asked.prompt}: {response.status} {response.read(500)!r}")
+        for line in response:
+            if not line.startswith(b"data: "):
+                continue
+            text = line.removeprefix(b"data: ").strip()
+            if text == b"[DONE]":
+                break
+            event = json.loads(text)
+            if "error" in event:
+                raise BadAnswer(f"prompt {asked.prompt}: {event['error']}")
+            for choice in event["choices"]:
+                _take(answer, choice)
+            if answer.tokens:
+                answer.last_s = time.perf_counter() - began
+                answer.first_s = answer.first_s or answer.last_s
+            if asked.abort_after is not None and len(answer.tokens) >= asked.abort_after:
+                answer.aborted = True
+                return answer
+    finally:
+        connection.close()
+    if len(answer.tokens) != asked.tokens:
+        raise BadAnswer(f"prompt {asked.prompt}: {len(answer.tokens)} of {asked.tokens} tokens")
+    return answer
+
+
+def _take(answer: Answer, choice: dict[str, Any]) -> None:
+    said = choice.get("logprobs") or {}
+    ids = choice.get("token_ids")
+    if ids is None:  # models.write_tokenizer has a word for each id
+        ids = [int(word.strip().removeprefix("w")) for word in said.get("tokens", ())]
+    answer.tokens += ids
+    answer.logprobs += said.get("token_logprobs", ())
+    for best in said.get("top_logprobs") or ():
+        ordered = sorted(best.values(), reverse=True)
+        answer.margins.append(ordered[0] - ordered[1] if len(ordered) > 1 else 0.0)
+
+
+def complete_all(server: Server, wanted: Sequence[Asked], at_once: int) -> list[Answer]:
+    """In the order of ``wanted``. Raises what the first that failed raised."""
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda asked: complete(server, asked), wanted))
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Mean of repeated runs, and half the width of its 95 % interval."""
+
+    mean: float
+    half_width: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g} ± {self.half_width:.2g}"
+
+
+def figure(values: Sequence[float]) -> Figure:
+    """Raises ValueError unless there are 2 to 10 values."""
+    if not 2 <= len(values) <= len(_T95) + 1:
+        raise ValueError(f"an interval needs 2 to {len(_T95) + 1} runs, not {len(values)}")
+    spread = statistics.stdev(values) / math.sqrt(len(values))
+    return Figure(statistics.fmean(values), _T95[len(values) - 2] * spread)
+
+
+def measure(
+    server: Server, ids: list[list[int]], tokens: int, at_once: int, num_ranks: int, repeats: int
+) -> dict[str, Figure]:
+    """Rates and times with ``at_once`` completions in flight, each rank serving its share.
+
+    tokens_s: tokens of all per second. first_ms: median time to the first token. each_ms: median
+    time per token after it. The first run of these sizes is not counted.
+    """
+    kept: dict[str, list[float]] = dict(tokens_s=[], first_ms=[], each_ms=[])
+    for repeat in range(repeats + 1):
+        wanted = [
+            Asked(index, ids[index % len(ids)], tokens, index % num_ranks)
+            for index in range(2 * at_once if at_once > 1 else 4)
+        ]
+        began = time.perf_counter()
+        answers = complete_all(server, wanted, at_once)
+        seconds = time.perf_counter() - began
+        if repeat == 0:
+            continue
+        kept["tokens_s"].append(sum(len(one.tokens) for one in answers) / seconds)
+        kept["first_ms"].append(1e3 * statistics.median(one.first_s for one in answers))
+        each = [(one.last_s - one.first_s) / (len(one.tokens) - 1) for one in answers]
+        kept["each_ms"].append(1e3 * statistics.median(each))
+    return {name: figure(values) for name, values in kept.items()}

@@ -1,0 +1,96 @@
+"""vLLM's engine without a server, a process per rank; and the dense model beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from free_port import free_port
+
+from servers import load, runs
+from servers.combinations import Row, vllm_options
+from servers.models import MODELS, write_dequantised
+from servers.runs import Machine
+
+_NUM_PROMPTS, _NUM_TOKENS = 18, 24
+_COMMON = 64  # first tokens that prompts share where prefixes are cached
+
+
+def prompts_of(row: Row) -> list[list[int]]:
+    common = _COMMON if "prefix" in row.options else 0
+    return load.prompts(MODELS[row.model].vocab, _NUM_PROMPTS, 1, common)
+
+
+def rank_of(row: Row, prompt: int) -> int:
+    """Uneven: two thirds are the first rank's. The first prompt has one token."""
+    if "idle" in row.options:
+        return 1 if prompt == 0 else 0
+    num_first = 2 * _NUM_PROMPTS // 3
+    return 0 if prompt < num_first else 1 + prompt % (row.num_gpus - 1)
+
+
+def jobs(row: Row, machine: Machine) -> list[dict[str, Any]]:
+    """For rank.py, one per rank."""
+    model, every = machine.model(row.model), list(enumerate(prompts_of(row)))
+    rounds = {"prefix": 2, "eplb": 4}
+    return [
+        dict(
+            model=str(model), options=vllm_options(row), tokens=_NUM_TOKENS,
+            rounds=max([1, *(rounds.get(option, 1) for option in row.options)]),
+            prompts=[
+                dict(prompt=i, ids=ids) for i, ids in every if rank_of(row, i) == rank
+            ],
+            result=str(machine.out / f"{runs.file_name(row)}.rank{rank}.json"),
+        )
+        for rank in range(row.num_gpus)
+    ]  # fmt: skip
+
+
+def run(row: Row, machine: Machine) -> dict[str, Any]:
+    """Tokens of all ranks. Raises Failed."""
+    port, commands = free_port(), []
+    described = jobs(row, machine)
+    for rank, job in enumerate(described):
+        Path(job["result"]).unlink(missing_ok=True)
+        path = machine.out / f"{runs.file_name(row)}.rank{rank}.job"
+        path.write_text(json.dumps(job))
+        env = runs.environment(row, machine) | dict(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(row.num_gpus),
+            LOCAL_WORLD_SIZE=str(row.num_gpus), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )  # fmt: skip
+        command = runs.python(str(runs.IN_SERVER / "rank.py"), str(path))
+        commands.append((command, env, path.with_suffix(".log")))
+    runs.run_to_end(commands, machine.limit_s)
+    results = [json.loads(Path(job["result"]).read_text()) for job in described]
+    rows = sorted((one for result in results for one in result["rows"]), key=lambda x: x["prompt"])
+    logs = [log for _, _, log in commands]
+    return dict(
+        facts=results[0]["facts"], rows=rows, calls=runs.counted(row, machine),
+        built=runs.built(logs), rearranged=rearranged(logs),
+    )  # fmt: skip
+
+
+def rearranged(logs: list[Path]) -> int:
+    """How often vLLM says that it has moved experts."""
+    return sum(log.read_text(errors="replace").count("Rearranged experts") for log in logs)
+
+
+def reference(row: Row, machine: Machine, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the dense model says after each prefix of these rows. Raises Failed."""
+    folder = machine.model(row.model)
+    if MODELS[row.model].fp8:
+        plain = folder.with_name(f"{row.model}-plain")
+        if not (plain / "config.json").exists():
+            write_dequantised(folder, plain)
+        folder = plain
+    given = machine.out / f"{runs.file_name(row)}.given"
+    given.write_text(json.dumps(rows))
+    result = given.with_suffix(".reference.json")
+    command = runs.python(
+        str(runs.IN_SERVER / "reference.py"), str(folder), str(given), str(result)
+    )
+    env = runs.environment(row, machine) | {"SERVERS_WATCH": "", "SERVERS_HOOKS": ""}
+    runs.run_to_end([(command, env, given.with_suffix(".reference.log"))], machine.limit_s)
+    return json.loads(result.read_text())

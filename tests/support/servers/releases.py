@@ -1,0 +1,78 @@
+"""Which releases of servers run, and what a trimmed one is made of. A new release is a new row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PYTHON = "3.12"  # of the machines with GPUs
+ARCH = 90  # Hopper
+
+
+@dataclass(frozen=True)
+class Release:
+    project: str
+    version: str
+    platform: str  # of its wheel
+    sha256: str  # of its wheel
+    packages: tuple[str, ...]  # packages that a machine with torch and transformers lacks
+    dropped: tuple[str, ...] = ()  # patterns of paths that experts in Triton do not need
+    idle: tuple[str, ...] = ()  # modules that are imported, and whose kernels do not run
+    absent: tuple[str, ...] = ()  # backends of combinations.py that it does not have
+    hooks: tuple[str, ...] = ()  # of in_server/sitecustomize.py: what torch 2.11 lacks for it
+
+    @property
+    def pin(self) -> str:
+        return f"{self.project}=={self.version}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.project}-{self.version}"
+
+    @property
+    def packages_name(self) -> str:
+        return f"{self.name}-deps"
+
+
+_VLLM_PACKAGES = (
+    "annotated-types", "apache-tvm-ffi", "blake3", "cachetools", "cbor2",
+    "compressed-tensors==0.17.0", "distro", "fastapi==0.136.3", "httptools", "jiter", "jmespath",
+    "llguidance", "loguru", "model-hosting-container-standards", "msgspec", "openai",
+    "openai-harmony", "orjson", "partial-json-parser", "prometheus-fastapi-instrumentator",
+    "pybase64", "pydantic", "pydantic-core", "python-multipart", "pyzmq", "setproctitle",
+    "sniffio", "starlette", "typing-extensions", "typing-inspection", "uvicorn", "watchfiles",
+    "xgrammar==0.2.8",
+)  # fmt: skip
+
+_VLLM_DROPPED = (
+    "*/licenses/*", "vllm/_deepselect_C*", "vllm/_flashkda_C*", "vllm/_flashmla_*",
+    "vllm/_qutlass_C*", "vllm/_rust_tool_parser*", "vllm/benchmarks/*",
+    "vllm/entrypoints/serve/instrumentator/static/*", "vllm/kernels/helion/configs/*",
+    "vllm/model_executor/layers/fused_moe/configs/*.json",
+    "vllm/model_executor/layers/quantization/utils/configs/*.json", "vllm/third_party/*.h",
+    "vllm/third_party/*.hpp", "vllm/third_party/deep_gemm/*", "vllm/third_party/fmha_sm100/*",
+    "vllm/vllm-rs", "vllm/vllm_flash_attn/_vllm_fa2_C*",
+)  # fmt: skip
+
+# Attention runs in Triton too; one of FA2 and FA3 must be there for an import.
+_VLLM_IDLE = ("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",)
+
+RELEASES = (
+    Release(
+        "vllm", "0.33.0", "manylinux_2_28_x86_64",
+        "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+        _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, hooks=("older_nccl", "older_stream"),
+    ),
+    Release(
+        "vllm", "0.19.1", "manylinux_2_31_x86_64",
+        "71a87f46cafab4489c69a5c5c83b870d0235e5694d8222303d460576293dc719",
+        _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, absent=("deepep_v2",),
+    ),
+)  # fmt: skip
+
+
+def release_of(name: str) -> Release:
+    """Raises KeyError, which lists the names."""
+    for release in RELEASES:
+        if release.name == name:
+            return release
+    raise KeyError(f"no release {name}: {', '.join(release.name for release in RELEASES)}")

@@ -1,0 +1,202 @@
+"""What every run needs: the server's environment, processes that end, and what they leave behind.
+
+A run leaves NAME.json, with `failure` if it had one, and logs beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from servers.combinations import Row, variables
+from servers.models import MODELS, write_model
+
+IN_SERVER = Path(__file__).resolve().parent / "in_server"
+SHARED_MEMORY = Path("/dev/shm")
+TIME_IS_UP = 124  # exit status of `timeout`
+_BUILT = re.compile(r"<Buffer: .* of deep_comm .* is built.*")
+
+
+class Failed(Exception):
+    """A run did not come to its end."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where things are on the machine with GPUs."""
+
+    models: Path
+    out: Path
+    paths: tuple[str, ...]  # of what is to be imported: the release, its packages, deep_ep
+    hooks: tuple[str, ...] = ()
+    device: str = "cuda"  # that makes models
+    limit_s: float = 300.0  # of each process, and of a server's start; it then serves three more
+    repeats: int = 5  # of figures
+
+    def model(self, name: str) -> Path:
+        """Its folder; made when it is first asked for."""
+        folder = self.models / name
+        if not (folder / "config.json").exists():
+            write_model(MODELS[name], folder, self.device)
+        return folder
+
+
+def file_name(row: Row) -> str:
+    return row.name.replace("/", "-").replace(":", "-")
+
+
+def environment(row: Row, machine: Machine) -> dict[str, str]:
+    """Of the server's processes."""
+    before = os.environ.get("PYTHONPATH")
+    paths = [str(IN_SERVER), *machine.paths, *([before] if before else [])]
+    quiet = dict.fromkeys(
+        ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK",
+         "DO_NOT_TRACK", "PYTHONUNBUFFERED"), "1",
+    )  # fmt: skip
+    # What a trimmed release lacks, and NVLink multicast, which hosts that are shared forbid.
+    off = dict.fromkeys(
+        ("NCCL_NVLS_ENABLE", "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_SYMM_MEM",
+         "VLLM_MOE_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM", "VLLM_USE_FLASHINFER_SAMPLER",
+         "VLLM_USE_NCCL_SYMM_MEM", "VLLM_USE_RUST_FRONTEND"), "0",
+    )  # fmt: skip
+    local = dict(
+        VLLM_HOST_IP="127.0.0.1", VLLM_LOOPBACK_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo",
+        NCCL_SOCKET_IFNAME="lo", NVSHMEM_DISABLE_NVLS="1", TOKENIZERS_PARALLELISM="false",
+        TORCH_SYMM_MEM_DISABLE_MULTICAST="1", DEEP_COMM_LOG="info",
+    )  # fmt: skip
+    of_row = variables(row)
+    is_native = "DEEP_COMM_VLLM" in of_row
+    watch = dict(
+        SERVERS_COUNTS=str(machine.out / f"{file_name(row)}.counts"),
+        SERVERS_HOOKS=" ".join(machine.hooks),
+        SERVERS_WATCH="deep_comm.buffer" if is_native else "deep_ep",
+    )
+    return {
+        **os.environ, **quiet, **off, **local, **watch, **of_row,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }  # fmt: skip
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill it and what it has started: they are of its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], env: dict[str, str], log: Path, limit_s: float
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own session that lives ``limit_s`` at most, whatever becomes of this one."""
+    bounded = ["timeout", "--kill-after=10", str(limit_s), *command]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            bounded, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            cwd=log.parent, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def tail(log: Path, count: int = 40) -> str:
+    said = log.read_text(errors="replace").splitlines()[-count:]
+    return "\n".join([f"--- {log.name}", *(line[:400] for line in said)])
+
+
+def run_to_end(
+    commands: Sequence[tuple[Sequence[str], dict[str, str], Path]], limit_s: float
+) -> None:
+    """Commands with environment and log, beside one another. Raises Failed if one does."""
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(started(command, env, log, limit_s))
+            for command, env, log in commands
+        ]
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes):
+            time.sleep(0.2)
+            codes = [process.poll() for process in processes]
+    if any(codes):
+        logs = "\n".join(tail(log) for _, _, log in commands)
+        raise Failed(f"processes ended with {codes} ({TIME_IS_UP}: the time was up)\n{logs}")
+
+
+# ---- what they leave -----------------------------------------------------------------------------
+
+
+def segments() -> set[str]:
+    """Shared memory of deep_comm on this machine."""
+    return {path.name for path in SHARED_MEMORY.glob("deep_comm*")}
+
+
+def device_mib() -> list[int]:
+    """Memory in use of each GPU; none without a driver."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [int(line) for line in done.stdout.split()]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What there was before a run."""
+
+    segments: set[str]
+    device_mib: list[int]
+
+    @classmethod
+    def now(cls) -> Left:
+        return cls(segments(), device_mib())
+
+    def require_nothing_more(self, limit_s: float = 20.0, spare_mib: int = 64) -> None:
+        """Raises Failed if there is more than this ``limit_s`` after a kill."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            new = sorted(segments() - self.segments)
+            more = [now - then for now, then in zip(device_mib(), self.device_mib, strict=True)]
+            if not new and all(mib <= spare_mib for mib in more):
+                return
+            if time.monotonic() > deadline:
+                raise Failed(f"left behind: shared memory {new}, MiB of the GPUs {more}")
+            time.sleep(0.5)
+
+
+def counted(row: Row, machine: Machine) -> list[dict[str, Any]]:
+    """Calls of deep_ep or deep_comm, by process."""
+    folder = machine.out / f"{file_name(row)}.counts"
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def built(logs: Sequence[Path]) -> list[str]:
+    """deep_comm's own lines about its Buffers."""
+    return [
+        found[0] for log in logs for line in log.read_text(errors="replace").splitlines()
+        if (found := _BUILT.search(line))
+    ]  # fmt: skip
+
+
+def keep(row: Row, machine: Machine, result: dict[str, Any]) -> None:
+    path = machine.out / f"{file_name(row)}.json"
+    path.write_text(json.dumps(dict(name=row.name, **result)))
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]

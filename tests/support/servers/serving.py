@@ -1,0 +1,166 @@
+"""A server over HTTP: tokens, aborted requests, a rank without work, kill -9, times."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from free_port import free_port
+
+from servers import load, offline, runs
+from servers.combinations import Row, sglang_flags, vllm_options
+from servers.load import Asked, Server
+from servers.models import MODELS
+from servers.runs import Failed, Left, Machine
+
+_NUM_TOKENS = 24
+_AT_ONCE = 64  # requests, one in eight of which is aborted
+_OUR_ERROR = re.compile(r"deep_comm\.errors\.\w+: .*")
+LOADS = (1, 8, 32, 128)  # of figures
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    """Arguments of vLLM's engine as flags of its server."""
+    found = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            found += [f"--{flag}", text]
+    return found
+
+
+def command(row: Row, machine: Machine, port: int) -> list[str]:
+    model, where = str(machine.model(row.model)), ["--host", "127.0.0.1", "--port", str(port)]
+    if row.server == "sglang":
+        module = "sglang.launch_server"
+        if "native" in row.options:
+            module = "deep_comm.integrations.sglang.launch"
+        named = ["--model-path", model, "--served-model-name", "m"]
+        return runs.python("-m", module, *named, *where, *sglang_flags(row))
+    named = [model, "--served-model-name", "m", "--api-server-count", "1"]
+    main = "vllm.entrypoints.cli.main"
+    return runs.python("-m", main, "serve", *named, *where, *flags(vllm_options(row)))
+
+
+@dataclass(frozen=True)
+class Up:
+    server: Server
+    after_s: float
+    kill: Any  # ends it by SIGKILL
+
+
+@contextlib.contextmanager
+def served(row: Row, machine: Machine, log: Path) -> Iterator[Up]:
+    """A server that answers. Raises Failed if it ends, or does not come in time."""
+    port, env = free_port(), runs.environment(row, machine)
+    began = time.monotonic()
+    with runs.started(command(row, machine, port), env, log, 4 * machine.limit_s) as process:
+        while True:
+            if process.poll() is not None:
+                raise Failed(f"the server ended with {process.returncode}\n{runs.tail(log)}")
+            if time.monotonic() - began > machine.limit_s:
+                raise Failed(f"no server within {machine.limit_s} s\n{runs.tail(log)}")
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        after_s = time.monotonic() - began
+        try:
+            yield Up(Server(port), after_s, lambda: runs.end(process))
+        except (load.BadAnswer, OSError) as error:
+            raise Failed(f"{type(error).__name__}: {error}\n{runs.tail(log)}") from error
+
+
+def tokens(row: Row, server: Server) -> dict[str, Any]:
+    """One by one; then 64 at once, one in eight aborted; then one rank without work.
+
+    What comes is compared with the base; here only that the server goes on.
+    """
+    every = list(enumerate(offline.prompts_of(row)))
+    plain = [Asked(i, ids, _NUM_TOKENS, offline.rank_of(row, i)) for i, ids in every]
+    alone = load.complete_all(server, plain, 1)
+    many = [
+        Asked(i, every[i % len(every)][1], _NUM_TOKENS, i % row.num_gpus, 3 if i % 8 == 7 else None)
+        for i in range(_AT_ONCE)
+    ]
+    together = load.complete_all(server, many, _AT_ONCE)
+    one_rank = load.complete_all(server, [Asked(i, ids, _NUM_TOKENS, 0) for i, ids in every], 8)
+    again = load.complete_all(server, plain, 1)
+    phases = dict(alone=alone, together=together, one_rank=one_rank, again=again)
+    rows = [
+        dict(vars(answer), prompt=f"{phase} {answer.prompt}")
+        for phase, answers in phases.items() for answer in answers if not answer.aborted
+    ]  # fmt: skip
+    return dict(rows=rows, aborted=sum(answer.aborted for answer in together))
+
+
+def killed(row: Row, machine: Machine, log: Path) -> None:
+    """kill -9 under load. Raises Failed if it leaves anything behind."""
+    before = Left.now()
+    with served(row, machine, log) as up:
+        ids = load.prompts(MODELS[row.model].vocab, _AT_ONCE, 2)
+        wanted = [Asked(i, one, 200, i % row.num_gpus) for i, one in enumerate(ids)]
+        loaded = threading.Thread(target=_ask_in_vain, args=(up.server, wanted))
+        loaded.start()
+        time.sleep(2)
+        up.kill()
+        loaded.join(up.server.timeout_s)
+    before.require_nothing_more()
+
+
+def _ask_in_vain(server: Server, wanted: list[Asked]) -> None:
+    with contextlib.suppress(load.BadAnswer, OSError, ValueError):
+        load.complete_all(server, wanted, len(wanted))
+
+
+def figures(row: Row, machine: Machine, server: Server) -> dict[str, Any]:
+    vocab = MODELS[row.model].vocab
+    ids = [(one * 8)[:512] for one in load.prompts(vocab, 256, 3)]
+    found = {}
+    for at_once in LOADS:
+        measured = load.measure(server, ids, 128, at_once, row.num_gpus, machine.repeats)
+        found[str(at_once)] = {name: vars(value) for name, value in measured.items()}
+    return found
+
+
+def refused(row: Row, machine: Machine, log: Path) -> dict[str, Any]:
+    """A server that cannot work ends by itself, and says why. Raises Failed if it does not."""
+    began, env = time.monotonic(), runs.environment(row, machine)
+    with runs.started(command(row, machine, free_port()), env, log, machine.limit_s) as process:
+        code = process.wait()
+    said = _OUR_ERROR.search(log.read_text(errors="replace"))
+    if code in (0, runs.TIME_IS_UP) or said is None:
+        raise Failed(f"no error of deep_comm; ended with {code}\n{runs.tail(log)}")
+    return dict(facts=dict(server=row.server, ended_s=time.monotonic() - began), said=said[0])
+
+
+def run(row: Row, machine: Machine) -> dict[str, Any]:
+    """Raises Failed."""
+    log = machine.out / f"{runs.file_name(row)}.log"
+    if "refused" in row.options:
+        return refused(row, machine, log)
+    if "kill" in row.options:
+        killed(row, machine, log.with_suffix(".killed.log"))
+    with served(row, machine, log) as up:
+        result = dict(facts=dict(server=row.server, start_s=up.after_s))
+        if row.front == "figures":
+            result["figures"] = figures(row, machine, up.server)
+        else:
+            result |= tokens(row, up.server)
+    return result | dict(
+        calls=runs.counted(row, machine), built=runs.built([log]),
+        rearranged=offline.rearranged([log]),
+    )  # fmt: skip
