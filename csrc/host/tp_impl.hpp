@@ -9,20 +9,19 @@ namespace detail {
 
 inline constexpr LaunchConfig kOneWarp{.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 16};
 
+template <Collective kOp>
+struct OfCollective {
+  template <Dtype kDtype>
+  using Kernel = CollectiveKernel<kOp, kDtype>;
+};
+
 // Calls visit with the kernel type of an operation. An all-gather copies bytes, of whatever type.
 template <Collective kOp, class Visit>
 void with_collective(Dtype dtype, const Visit& visit) {
   if constexpr (!CollectiveForm<kOp>::kReduces) {
     visit(CollectiveKernel<kOp, Dtype::kBfloat16>{});
   } else {
-    switch (dtype) {
-      case Dtype::kBfloat16:
-        return visit(CollectiveKernel<kOp, Dtype::kBfloat16>{});
-      case Dtype::kFloat16:
-        return visit(CollectiveKernel<kOp, Dtype::kFloat16>{});
-      case Dtype::kFloat32:
-        return visit(CollectiveKernel<kOp, Dtype::kFloat32>{});
-    }
+    with_dtype<OfCollective<kOp>::template Kernel>(dtype, visit);
   }
 }
 
