@@ -25,7 +25,7 @@ struct SumOrder {
     return {topk, PreparedExpertMap::make({topk.num_experts, num_ranks}),
             Divisor::make(ranks_per_term)};
   }
-  DC_DEVICE bool is_ascending() const { return topk.data == nullptr; }
+  DC_HOST_DEVICE bool is_ascending() const { return topk.data == nullptr; }
 
   // Calls visit(term) for the selections of `token` from the last to the first.
   template <class Visit>
