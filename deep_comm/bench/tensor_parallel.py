@@ -31,6 +31,7 @@ from deep_comm.bench.report import heading, machine
 from deep_comm.settings.command_line import Progress
 from deep_comm.symmetric import SymmetricMemory
 from deep_comm.tp.matmul import METHODS
+from deep_comm.tp.torch_ops import enable_torch_memory
 
 OWN = METHODS[1:]
 _COLUMNS = 8192  # of a collective's rows
@@ -226,6 +227,8 @@ class Runner:
     def run(self) -> Figures:
         options, found = self._options, []
         wanted = list(cases(options, self._num_ranks))
+        if options.on_gpu and not options.no_rivals:
+            enable_torch_memory(nccl_group().group_name)
         self._say(
             f"{self._num_ranks} ranks on {options.device}, bf16; microseconds, slowest rank\n"
             + row(None, ())
@@ -271,10 +274,6 @@ class Runner:
         return lambda: rows @ inputs.weight
 
     def _case(self, case: Case, memory: SymmetricMemory, gb_per_s: float | None) -> list[Line]:
-        if self._options.on_gpu and not self._options.no_rivals:
-            import torch.distributed._symmetric_memory as torch_symmetric
-
-            torch_symmetric.enable_symm_mem_for_group(nccl_group().group_name)
         self._ways(case, memory, is_exact=True)
         own, rivals = self._ways(case, memory, is_exact=False)
         works = [_as_work(way) for way in (own | rivals).values()]

@@ -7,6 +7,7 @@ group here, which inductor's asynchronous tensor parallelism and vLLM's ``fuse_g
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -289,6 +290,15 @@ torch.library.register_autograd(
 _routes: torch.library.Library | None = None
 
 
+def enable_torch_memory(group_name: Any) -> None:
+    """Let inductor see that the group has symmetric memory; torch 2.11 needs no such call and says
+    so.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch_symmetric.enable_symm_mem_for_group(group_name)
+
+
 def install(group: Any, memory: SymmetricMemory) -> None:
     """``register``, and route torch's ``symm_mem::fused_*`` of this group here.
 
@@ -297,8 +307,7 @@ def install(group: Any, memory: SymmetricMemory) -> None:
     """
     global _routes
     register(group, memory)
-    name: Any = _name_of(group)
-    torch_symmetric.enable_symm_mem_for_group(name)
+    enable_torch_memory(_name_of(group))
     if _routes is not None:
         return
     _routes = torch.library.Library("symm_mem", "IMPL")
