@@ -365,7 +365,11 @@ def test_the_dense_model_is_compared_token_by_token() -> None:
     dense = answered([1, 9, 8, 4], margins=[1.0, 0.1, 1.0, 1.0])
     verdict = compare.compare_with_reference(rows, [dense])
     assert (verdict.equal, verdict.near_ties, verdict.wrong) == (2, 1, 1)
-    assert not verdict.agrees()
+    assert not verdict.resembles()
+    # A router that chooses another expert once in a while is no fault; one in ten tokens is.
+    assert compare.Verdict(equal=397, near_ties=29, wrong=6, worst=3.2).resembles()
+    assert not compare.Verdict(equal=380, near_ties=9, wrong=43).resembles()
+    assert not compare.Verdict(equal=400, missing=1).resembles()
     assert compare.compare_with_reference(rows, []).missing == 1
 
 

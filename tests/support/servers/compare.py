@@ -19,6 +19,7 @@ from servers.models import MODELS
 from servers.runs import file_name
 
 TOLERANCE = 0.4  # of log-probabilities
+MOST_FLIPPED = 0.05  # of tokens beside the dense model
 FP8_TOLERANCE = 1.0  # beside the dense model, which does not cast the experts' inputs
 
 
@@ -32,6 +33,13 @@ class Verdict:
 
     def agrees(self, tolerance: float = TOLERANCE) -> bool:
         return not self.wrong and not self.missing and self.worst <= tolerance
+
+    def resembles(self) -> bool:
+        """Beside a dense model. Other kernels round otherwise; where that makes a router choose
+        another expert, everything behind it differs: 3 and 6 of 432 tokens on an H100.
+        """
+        num_tokens = self.equal + self.near_ties + self.wrong
+        return not self.missing and self.wrong <= MOST_FLIPPED * num_tokens
 
     def __str__(self) -> str:
         text = f"{self.equal} equal, {self.near_ties} near ties, {self.wrong} wrong"
@@ -117,7 +125,7 @@ def judge(row: Row, result: dict[str, Any], base: dict[str, Any] | None) -> tupl
             return True, "the base"
         verdict = Verdict(**reference)
         text = f"the base; beside the dense model {verdict}"
-        return verdict.agrees(reference_tolerance(row)), text
+        return verdict.resembles(), text
     if base is None or base.get("failure"):
         return False, "its base has no result"
     verdict = compare(base["rows"], result["rows"])

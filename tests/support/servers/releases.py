@@ -35,12 +35,12 @@ class Release:
 
 _VLLM_PACKAGES = (
     "annotated-types", "apache-tvm-ffi", "blake3", "cachetools", "cbor2",
-    "compressed-tensors==0.17.0", "distro", "fastapi==0.136.3", "httptools", "jiter", "jmespath",
-    "llguidance", "loguru", "model-hosting-container-standards", "msgspec", "openai",
-    "openai-harmony", "orjson", "partial-json-parser", "prometheus-fastapi-instrumentator",
-    "pybase64", "pydantic", "pydantic-core", "python-multipart", "pyzmq", "setproctitle",
-    "sniffio", "starlette", "typing-extensions", "typing-inspection", "uvicorn", "watchfiles",
-    "xgrammar==0.2.8",
+    "compressed-tensors==0.17.0", "distro", "fastapi==0.136.3", "httpcore2", "httptools", "httpx2",
+    "jiter", "jmespath", "llguidance", "loguru", "model-hosting-container-standards", "msgspec",
+    "openai", "openai-harmony", "orjson", "partial-json-parser",
+    "prometheus-fastapi-instrumentator", "pybase64", "pydantic", "pydantic-core",
+    "python-multipart", "pyzmq", "setproctitle", "sniffio", "starlette", "truststore",
+    "typing-extensions", "typing-inspection", "uvicorn", "watchfiles", "xgrammar==0.2.8",
 )  # fmt: skip
 
 _VLLM_DROPPED = (
