@@ -19,10 +19,13 @@ from deep_comm.bench.options import Options, check_ranks, parse
 
 def publish(options: Options, figures: Any, num_ranks: int) -> str:
     """The end of the report; what the last line says of it."""
-    from deep_comm.bench import layer, report, tensor_parallel
+    from deep_comm.bench import layer, report
 
-    publishers: dict[str, Any] = {"layer": layer, "tp": tensor_parallel}
-    publisher = publishers.get(options.family, report)
+    publisher: Any = layer if options.family == "layer" else report
+    if options.family == "tp":
+        from deep_comm.bench import tensor_parallel
+
+        publisher = tensor_parallel
     said: str = publisher.publish(options, figures, num_ranks)
     return said
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_comm.bench import layer, tensor_parallel
+from deep_comm.bench import layer
 from deep_comm.bench.options import Options
 from deep_comm.bench.runner import Runner
 
@@ -35,7 +35,11 @@ def run_rank(_group: Any, options: Options) -> Any:
             if rank == 0:
                 print(text, flush=True)
 
-        makers: dict[str, Any] = {"layer": layer.Runner, "tp": tensor_parallel.Runner}
-        return makers.get(options.family, Runner)(options, device, say).run()
+        make: Any = layer.Runner if options.family == "layer" else Runner
+        if options.family == "tp":  # loads what torch has for tensor parallelism
+            from deep_comm.bench import tensor_parallel
+
+            make = tensor_parallel.Runner
+        return make(options, device, say).run()
     finally:
         faulthandler.cancel_dump_traceback_later()

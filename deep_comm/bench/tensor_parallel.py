@@ -30,7 +30,7 @@ from deep_comm.bench.options import Options
 from deep_comm.bench.report import heading, machine
 from deep_comm.settings.command_line import Progress
 from deep_comm.symmetric import SymmetricMemory
-from deep_comm.tp.matmul import METHODS
+from deep_comm.tp.operands import METHODS
 from deep_comm.tp.torch_ops import enable_torch_memory
 
 OWN = METHODS[1:]

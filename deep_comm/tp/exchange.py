@@ -31,7 +31,7 @@ class Exchange:
     Attributes:
         words: int64 [R, WORDS_OF_RANK]: this rank's, row p for what rank p pushes.
         sequence: int64 [1]: products begun.
-        fault: int64 [1]: 0, or 1 + the rank that a product has waited for in vain.
+        fault: int64 [1]: 0, or 1 + the rank whose rows did not come in time.
         bases: int64 [R]: where each rank's memory begins.
         words_offset: bytes from there to row ``rank`` of that rank's words.
         counters: int32 [R, WORDS_OF_RANK] zeros, for Triton products.

@@ -44,8 +44,8 @@ def test_programs_pass_a_tensor_from_rank_to_rank() -> None:
     fault = torch.zeros(1, dtype=torch.int64, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(6)]
     torch.cuda.synchronize()
-    # First each finds its word. Then the kernel is loaded, which a kernel that waits would hold up,
-    # and who waits longest is launched first.
+    # In the first six no kernel has to wait. They load the kernel: while one waits, none can be
+    # loaded. Of the last six the one that waits longest is launched first.
     for number in [*range(6), *reversed(range(6, 12))]:
         rank = number % 3
         with torch.cuda.stream(streams[number % 6]):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import tp
+from deep_comm import local, tp
 from deep_comm.reference import tp as reference
 from deep_comm.symmetric import SymmetricMemory
 
@@ -160,3 +160,16 @@ def ring(group: Any, rounds: int = 3, device: Any = "cpu") -> list[list[float]]:
             words.wait(1, after)
         assert words.local.tolist() == [rounds, rounds]
     return seen
+
+
+def together(fn: Any, num_ranks: int = 2, timeout_s: float = 20.0, **options: Any) -> list[Any]:
+    """What ``fn(memory)`` returns or raises on each rank, a thread."""
+
+    def main(group: Any) -> Any:
+        options_of = {"staging_bytes": 1 << 12, **options}
+        with SymmetricMemory(
+            group, 1 << 12, device="cpu", timeout_s=timeout_s, **options_of
+        ) as memory:
+            return fn(memory)
+
+    return local.run(main, num_ranks, timeout_s=60, return_errors=True)

@@ -66,8 +66,8 @@ struct WordArgs {
 // begin_matmul, await_push and end_matmul: around products whose rows come from peers or go to them.
 struct MatmulArgs {
   World world;
-  uint64_t* sequence;  // of this rank, equal on all: products that have begun
-  int64_t* fault;      // set by begin; then the product's: 1 + the peer that it waited for in vain
+  uint64_t* sequence;    // of this rank, equal on all: products that have begun
+  int64_t* fault;        // set by begin; 0, or 1 + the rank whose rows did not come in time
   const uint64_t* word;  // await_push: this rank's, that the peer's push sets to the sequence
   int peer;              // await_push
   uint32_t signature;    // begin: of operation and arguments, equal on all ranks

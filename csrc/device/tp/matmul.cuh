@@ -90,7 +90,7 @@ DC_DEVICE void add_slots(const AddSlotsArgs& args) {
       [&](int64_t v, const Vec16& sum) { store_output(args.out, args.num_bytes, v, sum); });
 }
 
-// After a product that waits by itself: records for whom it has waited in vain.
+// After a product that waits by itself: records a timeout, which names the rank.
 DC_DEVICE void end_matmul(const MatmulArgs& args) {
   if (arch::thread_idx() != 0) return;
   const int64_t fault = arch::ld_weak(args.fault);

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import schedules
 import torch
-from collectives import FLOATS, NORM, OPS, Call, CollectiveCase, random_case, run_case, verify
+from collectives import (
+    FLOATS,
+    NORM,
+    OPS,
+    Call,
+    CollectiveCase,
+    random_case,
+    run_case,
+    together,
+    verify,
+)
 
 from deep_comm import errors, local, processes, tp
 from deep_comm.symmetric import SymmetricMemory
@@ -132,17 +142,6 @@ def test_a_left_out_step_is_noticed(fault: str, op: str) -> None:
     case = CollectiveCase(2, calls)
     schedules.pass_without_fault(case, run_case, verify, 4)
     schedules.find_fault(fault, case, run_case, verify)
-
-
-def together(fn: Any, num_ranks: int, timeout_s: float = 20.0, **options: Any) -> list[Any]:
-    def main(group: Any) -> Any:
-        options_of = {"staging_bytes": 1 << 12, **options}
-        with SymmetricMemory(
-            group, 1 << 12, device="cpu", timeout_s=timeout_s, **options_of
-        ) as memory:
-            return fn(memory)
-
-    return local.run(main, num_ranks, timeout_s=60, return_errors=True)
 
 
 DIFFERENT = {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import schedules
 import torch
+from collectives import together
 from products import FLOATS, OPS, Product, ProductCase, random_case, run_case, verify
 
 from deep_comm import errors, local, processes, tp
@@ -63,15 +64,6 @@ def test_a_left_out_step_is_noticed(fault: str) -> None:
     case = ProductCase(2, products)
     schedules.pass_without_fault(case, run_case, verify, 4)
     schedules.find_fault(fault, case, run_case, verify)
-
-
-def together(fn: Any, num_ranks: int = 2, timeout_s: float = 20.0, **options: Any) -> list[Any]:
-    def main(group: Any) -> Any:
-        options_of = {"staging_bytes": 1 << 14, **options}
-        with SymmetricMemory(group, 0, device="cpu", timeout_s=timeout_s, **options_of) as memory:
-            return fn(memory)
-
-    return local.run(main, num_ranks, timeout_s=60, return_errors=True)
 
 
 def must_pass(results: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's engine without a server, a process per rank; and the dense model beside it."""
+"""vLLM's engine without a server, a process for each rank, and the dense model to compare with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What every run needs: the server's environment, processes that end, and what they leave behind.
 
-A run leaves NAME.json, with `failure` if it had one, and logs beside it.
+A run leaves NAME.json, with `failure` if it failed, and its logs in the same folder.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def tail(log: Path, count: int = 40) -> str:
 def run_to_end(
     commands: Sequence[tuple[Sequence[str], dict[str, str], Path]], limit_s: float
 ) -> None:
-    """Commands with environment and log, beside one another. Raises Failed if one does."""
+    """Run commands at the same time, each with environment and log. Raises Failed if one fails."""
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(started(command, env, log, limit_s))
