@@ -30,6 +30,8 @@ from servers.combinations import BASE, OPTIONS, ROWS, Row
 from servers.load import Asked, Server
 from servers.releases import RELEASES, Release
 
+from deep_comm import processes
+
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = [sys.executable, str(ROOT / "tools" / "servers")]
 BY_NAME = {row.name: row for row in ROWS}
@@ -109,16 +111,25 @@ def test_the_list_says_what_rows_lack() -> None:
     assert sum("needs" in line for line in lines) == sum(bool(row.lacks) for row in ROWS)
 
 
-def test_a_machine_without_gpus_runs_nothing_and_says_so(tmp_path: Path) -> None:
-    row = f"vllm/offline/qwen/{BASE}"
+@pytest.mark.parametrize(
+    "front, flags, needs",
+    [
+        ("offline/qwen", [], "2 GPUs"), ("offline/qwen", ["--one-gpu"], "a GPU"),
+        (f"figures/large/{BASE}:graphs", ["--one-gpu"], "2 GPUs"),
+    ],
+)  # fmt: skip
+def test_a_machine_without_gpus_runs_nothing_and_says_so(
+    front: str, flags: list[str], needs: str, tmp_path: Path
+) -> None:
+    row = f"vllm/{front}" if "figures" in front else f"vllm/{front}/{BASE}"
     done = subprocess.run(
-        [*TOOL, "run", str(tmp_path), row, "--installed"], capture_output=True, text=True,
+        [*TOOL, "run", str(tmp_path), row, "--installed", *flags], capture_output=True, text=True,
         timeout=120, env={**os.environ, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     if "0 good, 0 bad" not in done.stdout:
         pytest.skip("this machine has GPUs")
-    assert done.returncode == 1 and "needs 2 GPUs" in done.stdout
-    assert "needs 2 GPUs" in (tmp_path / "runs" / "table.md").read_text()
+    assert done.returncode == 1 and f"needs {needs}" in done.stdout
+    assert f"needs {needs}" in (tmp_path / "runs" / "table.md").read_text()
 
 
 # ---- wheels --------------------------------------------------------------------------------------
@@ -742,9 +753,9 @@ def main(group):
         is_token_in_rank=layout[3], num_tokens_per_expert=layout[2])
     counts = [int((sent[1] == e).sum()) for e in range(2)]
     _, low, *_ = buffer.low_latency_dispatch(x, ids, T, E, use_fp8=False)
-    print(group.rank(), counts, low.tolist(), flush=True)
+    return f"{{group.rank()}} {{counts}} {{low.tolist()}}"
 
-local.run(main, 2, timeout_s=60)
+print(*local.run(main, 2, timeout_s=60), sep="\\n")
 """
 
 
@@ -765,7 +776,7 @@ def test_calls_are_counted_and_a_control_sends_tokens_to_the_wrong_experts(
             capture_output=True, text=True, timeout=100,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        said.append(sorted(done.stdout.splitlines()))
+        said.append(done.stdout.splitlines())
     # Of both ranks' tokens each expert gets twice: 0: 2, 1: 2, 2: 2, 3: 1.
     assert said[0] == ["0 [4, 4] [4, 4]", "1 [4, 2] [4, 2]"]
     assert said[1] == ["0 [4, 2] [4, 2]", "1 [4, 4] [4, 4]"]
@@ -787,6 +798,49 @@ def test_bridges_change_what_an_older_torch_lacks() -> None:
     assert [one.name for one in library.exported_functions] == ["ncclSend"]
     hooks.older_stream(module)
     assert callable(module._is_capturing_or_compiling)
+
+
+def exchange_over_host(group: Any) -> dict[str, list[Any]]:
+    """Uneven sizes: rank r has r + 1 rows."""
+    rank, over_host = group.rank(), hook_module().OverHost(group, "cpu")
+    mine = torch.arange(6, dtype=torch.bfloat16).view(3, 2) * 2**rank
+    rows = torch.full((rank + 1, 2), rank, dtype=torch.int64)
+    gathered, kept = torch.empty(3, 2, dtype=torch.int64), torch.empty(rank + 1, 2)
+    over_host.all_gatherv(gathered, rows, sizes=[1, 2])
+    over_host.reduce_scatterv(kept, mine.float(), sizes=[1, 2])
+    told = torch.tensor([rank])
+    over_host.broadcast(told, 1)
+    return dict(
+        summed=over_host.all_reduce(mine).tolist(), gathered=gathered.tolist(),
+        kept=kept.tolist(), told=told.tolist(),
+    )  # fmt: skip
+
+
+def test_ranks_of_one_gpu_get_what_nccl_would_give_them() -> None:
+    first, second = processes.run(exchange_over_host, 2, timeout_s=100)
+    summed = [[0.0, 3.0], [6.0, 9.0], [12.0, 15.0]]
+    gathered = [[0, 0], [1, 1], [1, 1]]
+    common = dict(summed=summed, gathered=gathered, told=[1])
+    assert first == dict(common, kept=summed[:1])
+    assert second == dict(common, kept=summed[1:])
+
+
+def test_ranks_of_one_gpu_are_given_the_first_one_and_no_nccl() -> None:
+    hooks = hook_module()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SERVERS_ONE_GPU", "1")
+        patch.setenv("SERVERS_HOOKS", "older_nccl")
+        found = hooks.hooks()
+    assert set(found) > set(hooks.ONE_GPU)
+    module: Any = ModuleType("vllm")
+    module.CudaPlatformBase = type("CudaPlatformBase", (), dict(dist_backend="nccl"))
+    module.ParallelConfig = type("ParallelConfig", (), {})
+    for hook in hooks.ONE_GPU.values():
+        hook(module)
+    assert module.CudaPlatformBase.dist_backend == "gloo"
+    assert module.ParallelConfig().get_local_gpu_index(1, 1) == 0
+    assert module.get_physical_gpu_ids_for_local_dp_rank("CUDA_VISIBLE_DEVICES", 1, 1) == [0]
+    assert module.PyNcclCommunicator is hooks.OverHost
 
 
 def test_the_environment_of_a_row_is_bounded_to_this_machine(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class Machine:
     device: str = "cuda"  # that makes models
     limit_s: float = 300.0  # of each process, and of a server's start; it then serves three more
     repeats: int = 5  # of figures
+    one_gpu: bool = False  # all ranks share it, and what NCCL would do goes through the host
 
     def model(self, name: str) -> Path:
         """Its folder; made when it is first asked for."""
@@ -80,6 +81,7 @@ def environment(row: Row, machine: Machine) -> dict[str, str]:
         SERVERS_COUNTS=str(machine.out / f"{file_name(row)}.counts"),
         SERVERS_HOOKS=" ".join(machine.hooks),
         SERVERS_WATCH="deep_comm.buffer" if is_native else "deep_ep",
+        SERVERS_ONE_GPU=str(int(machine.one_gpu)),
     )
     return {
         **os.environ, **quiet, **off, **local, **watch, **of_row,

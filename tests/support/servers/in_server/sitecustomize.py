@@ -4,6 +4,8 @@ SERVERS_WATCH=MODULE: count calls of the Buffers of deep_ep, or of deep_comm.buf
 adapters; SERVERS_COUNTS is the folder for one JSON file per process. SERVERS_WRONG=1: each token is
 sent to the expert half a turn further, the negative control. SERVERS_HOOKS: names of functions
 below that bridge what an older torch lacks. SERVERS_NCCL: the version that vLLM is told.
+SERVERS_ONE_GPU=1: all ranks have the same GPU, which NCCL refuses; what vLLM does over NCCL goes
+through the host.
 """
 
 from __future__ import annotations
@@ -91,6 +93,76 @@ def nccl_version(module) -> None:
     module._get_runtime_nccl_version = lambda: int(os.environ["SERVERS_NCCL"])
 
 
+class OverHost:
+    """In the place of vLLM's PyNcclCommunicator: every rank gets all tensors and sums by itself."""
+
+    def __init__(self, group, device, library_path=None) -> None:
+        import torch.distributed
+
+        self.group, self.device = group, device
+        self.rank = torch.distributed.get_rank(group)
+        self.world_size = torch.distributed.get_world_size(group)
+        self.available, self.disabled, self.nccl_version = True, False, 0
+
+    def _of_all(self, tensor):
+        import torch.distributed
+
+        every = [None] * self.world_size
+        torch.distributed.all_gather_object(every, tensor.cpu(), group=self.group)
+        return every
+
+    def _sum(self, tensor):
+        return sum(one.float() for one in self._of_all(tensor)).to(tensor.dtype)
+
+    def all_reduce(self, in_tensor, out_tensor=None):
+        result = self._sum(in_tensor).to(self.device)
+        return result if out_tensor is None else out_tensor.copy_(result)
+
+    def all_gatherv(self, output_tensor, input_tensor, sizes=None):
+        import torch
+
+        output_tensor.copy_(torch.cat(self._of_all(input_tensor)))
+
+    all_gather = all_gatherv
+
+    def reduce_scatterv(self, output_tensor, input_tensor, sizes=None):
+        sizes = sizes or [output_tensor.shape[0]] * self.world_size
+        output_tensor.copy_(self._sum(input_tensor).split(sizes)[self.rank])
+
+    reduce_scatter = reduce_scatterv
+
+    def broadcast(self, tensor, src):
+        tensor.copy_(self._of_all(tensor)[src])
+
+    def group_start(self) -> None:
+        pass
+
+    group_end = destroy = group_start
+
+
+def pynccl_over_host(module) -> None:
+    module.PyNcclCommunicator = OverHost
+
+
+def gloo_groups(module) -> None:
+    module.CudaPlatformBase.dist_backend = "gloo"
+
+
+def first_gpu_of_worker(module) -> None:
+    module.ParallelConfig.get_local_gpu_index = lambda self, local_rank, dp_local_rank=None: 0
+
+
+def first_gpu_of_engine(module) -> None:
+    module.get_physical_gpu_ids_for_local_dp_rank = lambda *arguments, **options: [0]
+
+
+ONE_GPU = {
+    "vllm.distributed.device_communicators.pynccl": pynccl_over_host,
+    "vllm.platforms.cuda": gloo_groups,
+    "vllm.config.parallel": first_gpu_of_worker,
+    "vllm.v1.engine.utils": first_gpu_of_engine,
+}
+
 BRIDGES = {
     "older_nccl": ("vllm.distributed.device_communicators.pynccl_wrapper", older_nccl),
     "older_stream": (
@@ -133,6 +205,8 @@ def hooks():
         found[os.environ["SERVERS_WATCH"]] = watch
     if os.environ.get("SERVERS_NCCL"):
         found["vllm.utils.import_utils"] = nccl_version
+    if os.environ.get("SERVERS_ONE_GPU") == "1":
+        found |= ONE_GPU
     return found
 
 
