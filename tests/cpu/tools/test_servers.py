@@ -396,20 +396,28 @@ def test_the_table_says_of_each_row_what_became_of_it(tmp_path: Path) -> None:
     front = "vllm/offline/qwen"
     base, good = answered([1, 2, 3]), answered([1, 2, 3])
     bad = answered([1, 7, 3])
-    keep(tmp_path, f"{front}/{BASE}", rows=[base], built=[], calls=[])
+    dense, another = (dict(reference=dict(equal=20 - n, wrong=n)) for n in (1, 2))
+    keep(tmp_path, f"{front}/{BASE}", rows=[base], built=[], calls=[], **dense)
     names = [f"{front}/deepep_high_throughput{end}" for end in ("", ":native", ":dbo", ":wrong")]
-    keep(tmp_path, names[0], rows=[good], **OVER)
-    keep(tmp_path, names[1], rows=[good], built=[], calls=[])
-    keep(tmp_path, names[2], rows=[bad], **OVER)
-    keep(tmp_path, names[3], rows=[bad], **OVER)
-    keep(tmp_path, f"{front}/deepep_low_latency:wrong", rows=[good], **OVER)
+    keep(tmp_path, names[0], rows=[good], **OVER, **dense)
+    keep(tmp_path, names[1], rows=[good], built=[], calls=[], **dense)
+    keep(tmp_path, names[2], rows=[bad], **OVER, **dense)
+    keep(tmp_path, names[3], rows=[bad], **OVER, **another)
+    low = [f"{front}/deepep_low_latency{end}" for end in (":wrong", ":graphs", ":dbo", ":chunked")]
+    keep(tmp_path, low[0], rows=[bad], **OVER, **dense)
+    keep(tmp_path, low[1], rows=[bad], **OVER, **dense)
+    keep(tmp_path, low[2], rows=[good], **OVER, **another)
+    keep(tmp_path, low[3], rows=[good], **OVER)
     keep(tmp_path, f"{front}/deepep_low_latency", failure="no server\nits log")
     keep(tmp_path, "vllm/http/qwen/deepep_high_throughput:gpus4", skipped="4 GPUs")
     found = {line.row.name: line for line in compare.lines(tmp_path)}
     assert [found[name].is_good for name in names] == [True, False, False, True]
     assert found[names[1]].text == "deep_comm was not called"
-    assert found[names[2]].text.startswith("0 equal, 0 near ties, 1 wrong")
-    assert found[f"{front}/deepep_low_latency:wrong"].text.startswith("control, NOT WRONG")
+    assert found[names[2]].text.startswith("prompts 0 equal, 0 near ties, 1 wrong")
+    assert [found[name].is_good for name in low] == [False, True, False, False]
+    assert found[low[0]].text.startswith("control, NOT WRONG")
+    assert found[low[1]].text.endswith("beside the dense model 19 equal, 0 near ties, 1 wrong")
+    assert found[low[3]].text == "not compared with the dense model"
     assert found[f"{front}/deepep_low_latency"].text == "failed: no server"
     assert found["vllm/http/qwen/deepep_high_throughput:gpus4"].is_good is None
     assert "training program" in found["megatron/training/qwen/deepep"].text

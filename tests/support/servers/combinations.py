@@ -46,6 +46,14 @@ class Row:
         return "wrong" in self.options
 
     @property
+    def sums_as_its_base(self) -> bool:
+        """Whether the same kernels see the same batches, and sums have the same order: decode has
+        other kernels, a server other batches, and experts that move are summed elsewhere.
+        """
+        others = {"eplb", "chunked", "auto"} & set(self.options)
+        return self.front == "offline" and self.backend == _HT and not others
+
+    @property
     def is_over_deep_comm(self) -> bool:
         is_exchange = self.backend.startswith("deepep") or self.server == "sglang"
         return is_exchange and self.backend != self.base.backend and "deep_ep" not in self.options
