@@ -812,14 +812,14 @@ def exchange_over_host(group: Any) -> dict[str, list[Any]]:
     """Uneven sizes: rank r has r + 1 rows."""
     rank, over_host = group.rank(), hook_module().OverHost(group, "cpu")
     mine = torch.arange(6, dtype=torch.bfloat16).view(3, 2) * 2**rank
-    rows = torch.full((rank + 1, 2), rank, dtype=torch.int64)
-    gathered, kept = torch.empty(3, 2, dtype=torch.int64), torch.empty(rank + 1, 2)
+    rows = torch.full((rank + 1, 2), float(rank)).to(torch.float8_e4m3fn)
+    gathered, kept = torch.empty(3, 2, dtype=rows.dtype), torch.empty(rank + 1, 2)
     over_host.all_gatherv(gathered, rows, sizes=[1, 2])
     over_host.reduce_scatterv(kept, mine.float(), sizes=[1, 2])
     told = torch.tensor([rank])
     over_host.broadcast(told, 1)
     return dict(
-        summed=over_host.all_reduce(mine).tolist(), gathered=gathered.tolist(),
+        summed=over_host.all_reduce(mine).tolist(), gathered=gathered.float().tolist(),
         kept=kept.tolist(), told=told.tolist(),
     )  # fmt: skip
 
