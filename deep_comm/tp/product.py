@@ -34,6 +34,13 @@ class ProductConfig:
     num_warps: int = 8
     flatten: bool = False
 
+    def options(self) -> dict[str, int]:
+        """Of a launch of either kernel."""
+        return dict(
+            BLOCK_M=self.block_m, BLOCK_N=self.block_n, BLOCK_K=self.block_k, GROUP_M=self.group_m,
+            num_stages=self.num_stages, num_warps=self.num_warps,
+        )  # fmt: skip
+
 
 CONFIGS = (
     ProductConfig(flatten=True, num_stages=4),
@@ -233,15 +240,10 @@ def product(
         shard_rows,
         num_columns,
         depth,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
         NUM_PROGRAMS=num_programs,
         FLATTEN=config.flatten,
         IS_N_MAJOR=is_n_major,
-        num_stages=config.num_stages,
-        num_warps=config.num_warps,
+        **config.options(),
     )
 
 
@@ -406,14 +408,9 @@ def scattered_product(
         shard_rows,
         num_columns,
         depth,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
         NUM_PROGRAMS=num_programs,
         IS_N_MAJOR=is_n_major,
-        num_stages=config.num_stages,
-        num_warps=config.num_warps,
+        **config.options(),
     )
 
 
