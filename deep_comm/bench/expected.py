@@ -70,6 +70,7 @@ class Expected:
         self.rows = functools.cache(self._rows)
         self.expert_rows = functools.cache(self._expert_rows)
         self.combined = functools.cache(self._combined)
+        self.biases = functools.cache(self._biases)
         routings = [self.plan(idx).routings[rank] for idx in range(num_inputs)]
         self.routings = [
             Routing(it.topk_idx.to(device), it.topk_weights.to(device)) for it in routings
@@ -147,14 +148,20 @@ class Expected:
         out[rows.places] = _made(self.all_rows(input_idx)[rows.origin], who)
         return out
 
+    def _biases(self, input_idx: int) -> Tensor:
+        """bf16 [T, H], for this rank's tokens."""
+        sizes = (self.workload.num_tokens_of(self.rank), self.workload.hidden)
+        numbers = integers(-(1 << 15), 1 << 15, sizes, 4000 + input_idx, self.device)
+        return numbers.to(torch.bfloat16) / (1 << 14)
+
     # ---- sums ----------------------------------------------------------------------------------
 
     def partials(self, input_idx: int, kind: str) -> Iterator[Tensor]:
         """float32 [T, H] by rank, not rounded: what that rank returns for this rank's tokens.
 
         Args:
-            kind: "rank": one row that the rank made; "echo": the row that it received;
-                "experts": weight times row of each of its experts, top-k entries ascending.
+            kind: "echo": the row that it received; "experts": weight times row of each of its
+                experts, top-k entries ascending; others: one row that the rank made.
         """
         shape, routing = self.workload, self.routings[input_idx]
         x = self.all_rows(input_idx)[shape.tokens_of(self.rank)]
@@ -174,16 +181,20 @@ class Expected:
             yield partial
 
     def _combined(self, input_idx: int, kind: str, ranks_per_node: int | None = None) -> Tensor:
-        """What combine must return: the ranks' partial sums rounded, then added in float32, ranks
-        ascending, and rounded. With nodes: once per node, and once over the nodes."""
-        per_node = ranks_per_node or self.workload.num_ranks
+        """What combine must return: the ranks' partial sums rounded, then added in float32 to the
+        biases, ranks ascending, and rounded. With nodes: once per node, and once over the nodes.
+        """
+        dtype = torch.float32 if kind == "float32" else torch.bfloat16
+        per_node = ranks_per_node or 1
         total, of_node = (torch.zeros((), device=self.device) for _ in range(2))
+        if kind == "biased":
+            total = self.biases(input_idx).float()
         for peer, partial in enumerate(self.partials(input_idx, kind)):
-            of_node = of_node + partial.to(torch.bfloat16).float()
+            of_node = of_node + partial.to(dtype).float()
             if (peer + 1) % per_node == 0:
-                total = total + of_node.to(torch.bfloat16).float()
+                total = total + of_node.to(dtype).float()
                 of_node = torch.zeros_like(of_node)
-        return total.to(torch.bfloat16)
+        return total.to(dtype)
 
     def logfmt_bounds(self, input_idx: int, kind: str) -> tuple[Tensor, Tensor]:
         """The sums, and their largest error if partial sums travel in LogFMT-10."""

@@ -17,6 +17,10 @@ MEANINGS = {
     "dispatch cached": "rows alone, by the handle of an earlier dispatch",
     "combine": "of an ordinary tensor",
     "combine in place": "of a tensor that lies where dispatch had put its rows",
+    "combine weights": "with the weights of the received rows, which are summed beside the rows",
+    "combine biased": "with a bias for each token",
+    "combine float32": "of float32 rows",
+    "dispatch cached by column": "fp8 rows by a handle, their scales stored column by column",
     "dispatch + combine": "chained: what dispatch returned is combined",
     "dispatch + combine no-wait": "chained, with num_worst_tokens",
     "dispatch cached + combine": "chained, by a handle",
@@ -26,6 +30,7 @@ MEANINGS = {
     "dispatch expanded cached": "the same by a handle",
     "combine expanded": "of such rows, weighted and added where they lie before they travel",
 }
+SUMS = ("combine weights", "combine biased", "combine float32")  # other than of rows alone
 HOST_WAITS = ("dispatch", "dispatch + combine", "dispatch cast", "dispatch expanded")
 TWO_TIER = "two-tier"
 

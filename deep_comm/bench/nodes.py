@@ -49,7 +49,7 @@ def rail_count(
     assert per_node is not None
     routings = [routing.topk_idx for routing in plan_of(shape).routings]
     traffic = count(routings, shape.num_ranks, per_node, shape.num_experts, num_channels=1)
-    rows = traffic.rail_rows_in() if operation.name == "combine" else traffic.rail_rows()
+    rows = traffic.rail_rows_in() if operation.name.startswith("combine") else traffic.rail_rows()
     return {
         "workload": shape.describe(), "operation": operation.name, "num_sms": num_sms,
         "rank": rank, "rows": int(rows[rank]), "row_bytes": operation.rail_row_bytes,

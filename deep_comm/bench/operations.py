@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deep_comm import Buffer, Config, reference
 from deep_comm.bench.expected import ALIGNMENT, Expected, Rows
-from deep_comm.bench.names import HOST_WAITS, TWO_TIER
+from deep_comm.bench.names import HOST_WAITS, SUMS, TWO_TIER
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.workload import Volume, mean_volume
 from deep_comm.reference import low_latency as reference_low_latency
@@ -62,15 +62,12 @@ class NormalCalls:
         return self.handle.num_channels * (1 if self._ranks_per_node is None else 2)
 
     def first_calls_are_right(self) -> tuple[bool, bool]:
-        """The dispatch that made the handle, and a combine with top-k weights, which no other
-        operation has."""
-        dispatched, routing = self._first, self._expected.routings[0]
-        self._first = None  # its rows lie in the receive region
-        x, weights, _ = self._buffer.combine(
+        """The dispatch that made the handle, and a combine with top-k weights."""
+        dispatched, self._first = self._first, None  # its rows lie in the receive region
+        result = self._buffer.combine(
             self._outputs()[0], self.handle, topk_weights=dispatched[2], config=self._config
         )
-        wanted = torch.where(routing.topk_idx >= 0, routing.topk_weights, 0.0)
-        right = self._sums_are_right((x,), 0, "rank") and same_bits(weights, wanted)
+        right = self._sums_are_right(result, 0, "weights")
         return self._dispatch_is_right(dispatched, 0, "dispatch"), right
 
     # ---- calls ---------------------------------------------------------------------------------
@@ -88,6 +85,8 @@ class NormalCalls:
                 options["num_worst_tokens"] = self._shape.total_tokens
         if "cast" in name:
             options["use_fp8"] = True
+        if "column" in name:
+            options["column_major_scales"] = True
         return lambda idx: dispatch(xs[idx], **options)
 
     def _combine(self, xs: Sequence[Tensor], handle: Any, **options: Any) -> Call:
@@ -113,7 +112,8 @@ class NormalCalls:
     def _outputs(self, name: str = "", num_rows: int | None = None) -> list[Tensor]:
         rows = self._rows(name)
         num_rows = len(rows.topk_idx) if num_rows is None else num_rows
-        return [self._expected.outputs(rows, idx, num_rows) for idx in self._inputs]
+        xs = [self._expected.outputs(rows, idx, num_rows) for idx in self._inputs]
+        return [x.float() for x in xs] if "float32" in name else xs
 
     # ---- results -------------------------------------------------------------------------------
 
@@ -121,6 +121,8 @@ class NormalCalls:
         x, topk_idx, topk_weights, per_expert, handle, _ = result
         rows, dtype = self._rows(name), "fp8" if "cast" in name else "bf16"
         right = self._expected.rows_are_right(x, rows, input_idx, dtype)
+        if "column" in name:
+            right = right and (x[1].shape[0] < 2 or x[1].stride(0) == 1)
         if handle is None:  # cached
             return right
         num_rows = len(rows.topk_idx)
@@ -134,7 +136,13 @@ class NormalCalls:
         )
 
     def _sums_are_right(self, result: Any, input_idx: int, kind: str) -> bool:
-        return same_bits(result[0], self._expected.combined(input_idx, kind, self._ranks_per_node))
+        if kind == "weights":
+            routing = self._expected.routings[0]
+            wanted = torch.where(routing.topk_idx >= 0, routing.topk_weights, 0.0)
+            if not same_bits(result[1], wanted):
+                return False
+        sums = self._expected.combined(input_idx, kind, self._ranks_per_node)
+        return same_bits(result[0], sums)
 
     def _layout_is_right(self, result: Any, _input_idx: int) -> bool:
         shape, topk_idx = self._shape, self._expected.routings[0].topk_idx.cpu()
@@ -152,6 +160,7 @@ class NormalCalls:
             ("cast" in name and not (is_bf16 and shape.hidden % SCALE_BLOCK == 0))
             or (name == "combine in place" and not (is_bf16 and self.mode == "direct"))
             or ("expanded" in name and self._ranks_per_node is not None)
+            or ("column" in name and is_bf16)
         ):
             return None
         if name == "layout":
@@ -159,6 +168,7 @@ class NormalCalls:
             call: Call = lambda _idx: layout(topk_idx, shape.num_experts)
             return Operation(name, call, self._layout_is_right, None)
         kind = "experts" if "expanded" in name else "echo" if "+" in name and is_bf16 else "rank"
+        kind = name.removeprefix("combine ") if name in SUMS else kind
         is_right: Callable[[Any, int], bool] = partial(self._sums_are_right, kind=kind)
         handle, options = self.handle, {}
         if "expanded" in name:
@@ -175,7 +185,15 @@ class NormalCalls:
             if name == "combine in place":
                 dispatch = self._dispatch("dispatch cached", handle)
                 xs = [dispatch(idx)[0].copy_(x) for idx, x in enumerate(xs)]
+            if kind == "weights":
+                options["topk_weights"] = self._expected.rows(0).topk_weights
             call = self._combine(xs, handle, **options)
+            if kind == "biased":
+                combine, biases = (
+                    self._buffer.combine,
+                    list(map(self._expected.biases, self._inputs)),
+                )
+                call = lambda idx: combine(xs[idx], handle, bias=biases[idx], config=self._config)
         volume, rail_row_bytes = self._moved(name)
         return Operation(
             name, call, is_right, volume, name in HOST_WAITS, rail_row_bytes=rail_row_bytes
@@ -189,9 +207,12 @@ class NormalCalls:
         node, then the row. Of combine: the sum.
         """
         shape, is_cached = self._shape, "cached" in name
-        back = mean_volume(shape, shape.combine_row_bytes)
+        back_bytes = shape.combine_row_bytes * (2 if "float32" in name else 1)
+        if name == "combine weights":
+            back_bytes += 4 * shape.num_topk
+        back = mean_volume(shape, back_bytes)
         if name.startswith("combine"):
-            return back, _lines(shape.combine_row_bytes)
+            return back, _lines(back_bytes)
         # New routing sends source index, expert indices (int64) and weights beside each row.
         beside_bytes = 4 if is_cached else 4 + shape.num_topk * (8 + 4)
         travels = dataclasses.replace(shape, dtype="fp8") if "cast" in name else shape
