@@ -203,7 +203,8 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.device_count() >= several else "cpu"
 
 
-def parse(arguments: Sequence[str], command: str = "") -> Options:
+def parse(arguments: Sequence[str], command: str = "", name: str = "bench") -> Options:
+    """Ends the process, as the command ``name`` does, if an argument is refused."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--mode", default="")
     first.add_argument("--quick", action="store_true")
@@ -211,6 +212,7 @@ def parse(arguments: Sequence[str], command: str = "") -> Options:
     family = _family(known.mode)
     defaults = _COMMON | DEFAULTS[family] | (QUICK.get(family, {}) if known.quick else {})
     parser = _parser(family, defaults)
+    parser.prog = f"deep_comm {name}"
     given = vars(parser.parse_args(arguments))
     if "from" in given:
         others = ", ".join(

@@ -152,7 +152,7 @@ def test_tune_sweeps_what_is_not_chosen(capsys: pytest.CaptureFixture[str]) -> N
         tune.sweeps(["--device", "cpu", "--mode", "layer"])
     with pytest.raises(SystemExit):
         tune.sweeps(["--device", "cpu", "--hidden", "7"])
-    assert "--hidden: must be a multiple of 8" in capsys.readouterr().err
+    assert "deep_comm tune: error: --hidden: must be a multiple of 8" in capsys.readouterr().err
 
 
 def test_two_tiers_are_measured_beside_one(tmp_path: Path) -> None:
