@@ -6,13 +6,14 @@
 
 namespace deep_comm {
 
-// The addresses of `token`'s biases; returns their number.
-DC_DEVICE int find_biases(const CombineArgs& args, int token, const uint8_t** rows) {
+// Calls take(index, row) for each bias of `token`; returns their number.
+template <class Take>
+DC_DEVICE int take_biases(const CombineArgs& args, int token, const Take& take) {
   int num_biases = 0;
   DC_UNROLL
   for (int bias = 0; bias < 2; ++bias) {
     if (args.bias[bias] == nullptr) continue;
-    rows[num_biases++] = args.bias[bias] + static_cast<int64_t>(token) * args.message.row_bytes;
+    take(num_biases++, args.bias[bias] + static_cast<int64_t>(token) * args.message.row_bytes);
   }
   return num_biases;
 }
@@ -43,7 +44,9 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
   const uint32_t present = arch::ballot(kFullMask, row != nullptr);
   const uint32_t positions = args.order.positions(token, present);
   const int num_received = arch::popc(present);
-  const int num_biases = find_biases(args, token, rows);  // every lane stores the same
+  const int num_biases = take_biases(args, token, [&](int idx, const uint8_t* bias) {
+    rows[idx] = bias;  // every lane stores the same
+  });
   if (row != nullptr) rows[num_biases + (positions >> (4 * arch::lane_idx()) & 15u)] = row;
   arch::sync_warp();  // the rows' addresses, and each lane's acquire, before any lane follows them
   reduce_rows<kDtype>(args.combined_x + static_cast<int64_t>(token) * args.message.row_bytes, rows,

@@ -226,7 +226,12 @@ class TokenWatch {
       if (row_of[peer] >= 0 && !is_dropped) present |= 1u << peer;
     }
     const uint32_t positions = args_.order.positions(token, present);
-    const int num_biases = find_biases(args_, token, slot.rows);
+    // The peers' rows reach the cache as they land. The biases and this rank's own row are still in
+    // memory.
+    const int num_biases = take_biases(args_, token, [&](int idx, const uint8_t* bias) {
+      arch::bulk_prefetch(bias, args_.message.row_bytes);
+      slot.rows[idx] = bias;
+    });
     int own_position = -1, own_row = 0;
     DC_UNROLL
     for (int peer = 0; peer < kMaxRanks; ++peer) {
@@ -235,7 +240,6 @@ class TokenWatch {
       if (peer == rank) {
         own_row = own_first_ + row;
         own_position = position;
-        // The peers' rows reach the cache as they land. This row is still in memory.
         arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
                             args_.message.row_bytes);
         slot.rows[num_biases + position] =
