@@ -18,19 +18,33 @@ DC_DEVICE int take_biases(const CombineArgs& args, int token, const Take& take) 
   return num_biases;
 }
 
-// combined_topk_weights[token], summed over num_received rows.
+// combined_topk_weights[token], summed over num_received rows; of a call with weights. The lanes load
+// several rows at once: otherwise each row would cost a trip to memory.
 DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, int num_received,
                            int own_position, int64_t own_row, int token) {
   const int num_topk = args.message.num_topk;
-  for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
+  const int width = min_of(num_topk, kWarpSize), num_at_once = kWarpSize / width;
+  const int group = arch::lane_idx() / width, column = arch::lane_idx() - group * width;
+  for (int base = 0; base < num_topk; base += kWarpSize) {
+    const int k = base + column;
     float sum = 0.0f;
-    for (int idx = 0; idx < num_received; ++idx) {
-      const float* weights =
-          idx == own_position ? args.topk_weights + own_row * num_topk
-                              : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
-      sum += arch::ld_weak(weights + k);
+    for (int first = 0; first < num_received; first += num_at_once) {
+      const int idx = first + group, end = min_of(num_at_once, num_received - first);
+      float weight = 0.0f;
+      if (group < end && k < num_topk) {
+        const float* row = idx == own_position
+                               ? args.topk_weights + own_row * num_topk
+                               : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
+        weight = arch::ld_weak(row + k);
+      }
+      DC_NO_UNROLL
+      for (int other = 0; other < end; ++other) {
+        sum += arch::shfl(kFullMask, weight, other * width + column);
+      }
     }
-    arch::st_weak(args.combined_topk_weights + static_cast<int64_t>(token) * num_topk + k, sum);
+    if (group == 0 && k < num_topk) {
+      arch::st_weak(args.combined_topk_weights + static_cast<int64_t>(token) * num_topk + k, sum);
+    }
   }
 }
 
@@ -53,7 +67,9 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
                       num_biases + num_received, args.message.row_bytes / 16);
   const bool has_own = (present >> rank & 1u) != 0;
   const int own_position = has_own ? static_cast<int>(positions >> (4 * rank) & 15u) : -1;
-  add_weights(args, rows + num_biases, num_received, own_position, own_row, token);
+  if (args.message.num_topk != 0) {
+    add_weights(args, rows + num_biases, num_received, own_position, own_row, token);
+  }
 }
 
 // The first row of x that `src` sent, if it sent any.
@@ -63,12 +79,27 @@ DC_DEVICE int64_t first_row_of(const CombineArgs& args, int src) {
                                 args.world.rank);
 }
 
-// Writes the weights that follow a row of x into shared memory.
-DC_DEVICE void write_weights(const CombineArgs& args, uint8_t* meta, int64_t row) {
-  const int num_topk = args.message.num_topk;
-  for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
-    reinterpret_cast<float*>(meta)[k] = arch::ld_nc(args.topk_weights + row * num_topk + k);
+// The weights that follow rows of x in shared memory. Those of the next row are loaded ahead, up to
+// one per lane: otherwise each row would wait for memory.
+class RowWeights {
+ public:
+  DC_DEVICE void load(const CombineArgs& args, int64_t row) {
+    const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
+    if (lane < num_topk) ahead_ = arch::ld_nc(args.topk_weights + row * num_topk + lane);
   }
-}
+  // Of the row loaded last.
+  DC_DEVICE void write(const CombineArgs& args, uint8_t* meta, int64_t row) const {
+    const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
+    float* dst = reinterpret_cast<float*>(meta);
+    if (lane < num_topk) dst[lane] = ahead_;
+    DC_NO_UNROLL
+    for (int k = lane + kWarpSize; k < num_topk; k += kWarpSize) {
+      dst[k] = arch::ld_nc(args.topk_weights + row * num_topk + k);
+    }
+  }
+
+ private:
+  float ahead_ = 0.0f;
+};
 
 }  // namespace deep_comm

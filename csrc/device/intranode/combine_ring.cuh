@@ -24,7 +24,11 @@ class RowSource {
   DC_DEVICE const uint8_t* row(int row) const {
     return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
   }
-  DC_DEVICE void write_meta(uint8_t* meta, int row) const { write_weights(args_, meta, row); }
+  DC_DEVICE void write_meta(uint8_t* meta, int row) const {
+    RowWeights weights;
+    weights.load(args_, row);
+    weights.write(args_, meta, row);
+  }
 
  private:
   const CombineArgs& args_;

@@ -75,6 +75,7 @@ class ChunkSender {
 
   DC_DEVICE void begin() {
     load_.chunk = chunk_at(0);
+    if (load_.chunk.num_rows > 0) weights_.load(args_, row_of_x(load_.chunk, 0));
     while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
     const int peer = min_of(arch::lane_idx(), args_.world.num_ranks - 1);
     first_staged_row_ = num_staged_rows(args_, peer, args_.world.rank);
@@ -91,7 +92,8 @@ class ChunkSender {
       uint8_t* base = reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, my_base, chunk.peer()));
       base += static_cast<size_t>(chunk.first) * args_.message.slot_bytes();
       for (int row = 0; row < chunk.num_rows; ++row) {
-        store_row(chunk.x_row + row, base + static_cast<size_t>(row) * args_.message.slot_bytes());
+        store_row(chunk, num_chunks, row,
+                  base + static_cast<size_t>(row) * args_.message.slot_bytes());
       }
       if (static_cast<uint32_t>(lane) == num_chunks % kWarpSize) ends_ = pipe_.num_stores();
       ++num_chunks;
@@ -138,6 +140,12 @@ class ChunkSender {
             static_cast<int64_t>(arch::shfl(kFullMask, first_row_, peer)) + first};
   }
 
+  // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row will
+  // do.
+  DC_DEVICE int64_t row_of_x(const Chunk& chunk, int row) const {
+    return min_of<int64_t>(chunk.x_row + row, args_.num_rows - 1);
+  }
+
   DC_DEVICE void load_next() {
     // Not right after the chunk before: the number of the next one may not be known yet
     // (work_queue.cuh).
@@ -146,9 +154,7 @@ class ChunkSender {
       load_.chunk = chunk_at(++load_.index);
     }
     if (load_.chunk.num_rows == 0) return;
-    // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row
-    // will do.
-    const int64_t row = min_of<int64_t>(load_.chunk.x_row + load_.row, args_.num_rows - 1);
+    const int64_t row = row_of_x(load_.chunk, load_.row);
     if (arch::lane_idx() == 0) {
       pipe_.make_room();
       pipe_.load(args_.x + row * args_.message.row_bytes + load_.piece * pieces_.piece_bytes,
@@ -160,18 +166,21 @@ class ChunkSender {
     ++load_.row;
   }
 
-  DC_DEVICE void store_row(int64_t x_row, uint8_t* slot) {
+  // Of this warp's index-th chunk.
+  DC_DEVICE void store_row(const Chunk& chunk, uint32_t index, int row, uint8_t* slot) {
     const int meta_bytes = args_.message.meta_bytes;
     for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
       int num_bytes = pieces_.bytes_of(piece);
       if (pieces_.is_last(piece) && meta_bytes != 0) {
-        arch::
-            sync_warp();  // the leader has seen this stage read out before any lane writes into it
-        write_weights(args_, pipe_.current() + num_bytes,
-                      min_of<int64_t>(x_row, args_.num_rows - 1));
+        // The leader has seen this stage read out before any lane writes into it.
+        arch::sync_warp();
+        weights_.write(args_, pipe_.current() + num_bytes, row_of_x(chunk, row));
         // Before the bulk copy that reads them.
         arch::fence_proxy_async_shared();
         arch::sync_warp();
+        // Those of the row that is stored next. load_next has taken its chunk.
+        weights_.load(args_, row + 1 < chunk.num_rows ? row_of_x(chunk, row + 1)
+                                                      : row_of_x(chunk_at(index + 1), 0));
         num_bytes += meta_bytes;
       }
       if (arch::lane_idx() == 0) {
@@ -244,7 +253,8 @@ class ChunkSender {
   int first_row_;             // of them, in x
   int first_staged_row_ = 0;  // of them, in the staging of this lane's rank
   LoadCursor load_;
-  uint32_t ends_ = 0;  // lane i: stores up to the end of the last chunk whose index is i modulo 32
+  RowWeights weights_;  // of the row that is stored next
+  uint32_t ends_ = 0;   // lane i: stores up to the end of the last chunk whose index is i modulo 32
   uint32_t num_landed_ = 0;
   bool has_failed_ = false;
 };

@@ -330,7 +330,8 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
     const int64_t offset = static_cast<int64_t>(slot.token) * args.message.row_bytes;
     reduce_rows<kDtype>(args.combined_x + offset, slot.rows, slot.num_rows,
                         args.message.row_bytes / 16, member, teams.size);
-    if (member == 0) {
+    // The members take turns: their columns cost them two trips to memory at most, the weights one.
+    if (args.message.num_topk != 0 && member == index / teams.num_teams % teams.size) {
       add_weights(args, slot.rows + slot.num_biases, slot.num_rows - slot.num_biases,
                   slot.own_position, slot.own_row, slot.token);
     }

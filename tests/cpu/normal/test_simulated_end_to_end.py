@@ -69,6 +69,24 @@ def test_staged_combine_with_blocks_that_only_add() -> None:
     run_seeds(range(200), staged_case, run_case, verify)
 
 
+def weights_case(seed: int) -> Case:
+    """Weights of fewer and of more selections than a warp has lanes, of up to eight ranks."""
+    choose = random.Random(seed)
+    num_ranks = choose.choice((2, 3, 5, 8))
+    return Case(
+        tuple(choose.choice((0, 1, 4, 11)) for _ in range(num_ranks)),
+        hidden=choose.choice((16, 512)), experts=choose.choice((2, 8, 80)),
+        topk=choose.choice((1, 3, 5, 8, 31, 32, 33, 64)), routing=choose.choice(ROUTINGS),
+        num_sms=choose.choice((1, 3)), send_chunk=1, slots=1, biases=choose.choice((0, 1, 2)),
+        by_selections=choose.choice((False, True)), calls=2, nvl_bytes=1 << 21,
+        direct_bytes=choose.choice((0, 1 << 20)), seed=seed,
+    )  # fmt: skip
+
+
+def test_weights_of_any_number_of_selections() -> None:
+    run_seeds(range(160), weights_case, run_case, verify)
+
+
 def pieces_case(seed: int) -> Case:
     """Direct dispatch of rows that four stages of a warp have no room for: few blocks cut them."""
     choose = random.Random(seed)
