@@ -3,9 +3,9 @@
 //
 // in     src [N, S] words of 4 bytes
 // out    dst [S, column_stride], dst[s][n] = src[n][s]
-// grid   any number of blocks and warps: a warp takes 32 rows, whose lines stay in its L1 from
-//        column to column. Scales cross the link row by row, since those of a row are neighbours:
-//        single words would cost a packet each
+// grid   any number of blocks and warps: a warp takes 32 rows and 16 columns, whose loads are issued
+//        together. Scales cross the link row by row, since those of a row are neighbours: single
+//        words would cost a packet each
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -13,13 +13,27 @@
 namespace deep_comm {
 
 DC_DEVICE void transpose_scales(const TransposeScalesArgs& args) {
+  constexpr int kColumns = 16;  // of a warp's tile
   const int num_warps = arch::num_warps() * arch::num_blocks();
   const int warp = arch::warp_idx() * arch::num_blocks() + arch::block_idx();
-  for (int64_t row = static_cast<int64_t>(warp) * kWarpSize + arch::lane_idx(); row < args.num_rows;
-       row += static_cast<int64_t>(num_warps) * kWarpSize) {
-    for (int column = 0; column < args.num_columns; ++column) {
-      arch::st_weak(args.dst + column * args.column_stride + row,
-                    arch::ld_nc(args.src + row * args.num_columns + column));
+  const int num_row_tiles = ceil_div(args.num_rows, kWarpSize);
+  const int num_tiles = num_row_tiles * ceil_div(args.num_columns, kColumns);
+  for (int tile = warp; tile < num_tiles; tile += num_warps) {
+    const int64_t row = tile % num_row_tiles * kWarpSize + arch::lane_idx();
+    const int first = tile / num_row_tiles * kColumns;
+    if (row >= args.num_rows) continue;
+    uint32_t scales[kColumns];
+    DC_UNROLL
+    for (int idx = 0; idx < kColumns; ++idx) {
+      if (first + idx < args.num_columns) {
+        scales[idx] = arch::ld_nc(args.src + row * args.num_columns + first + idx);
+      }
+    }
+    DC_UNROLL
+    for (int idx = 0; idx < kColumns; ++idx) {
+      if (first + idx < args.num_columns) {
+        arch::st_weak(args.dst + (first + idx) * args.column_stride + row, scales[idx]);
+      }
     }
   }
 }

@@ -63,15 +63,16 @@ def test_processes_over_shared_memory() -> None:
     check_processes(sample(6, seed=8, ranks=[3]))
 
 
-def test_given_scales_come_back_column_by_column() -> None:
+@pytest.mark.parametrize("num_rows, num_columns", [(0, 3), (5, 2), (32, 16), (70, 35), (400, 17)])
+def test_given_scales_come_back_column_by_column(num_rows: int, num_columns: int) -> None:
     def main(buffer: Buffer) -> None:
-        x = torch.ones(5, 64, dtype=torch.float8_e4m3fn)
-        scales = torch.arange(10.0).view(5, 2)
-        idx = torch.zeros(5, 1, dtype=torch.int64)
+        x = torch.ones(num_rows, 64, dtype=torch.float8_e4m3fn)
+        scales = torch.arange(float(num_rows * num_columns)).view(num_rows, num_columns)
+        idx = torch.zeros(num_rows, 1, dtype=torch.int64)
         (_, received), *_ = buffer.dispatch(
             (x, scales), topk_idx=idx, num_experts=1, column_major_scales=True
         )
-        assert received.stride() == (1, 8)
+        assert received.stride() == (1, max(4, (num_rows + 3) // 4 * 4))
         assert torch.equal(received, scales)
 
     on_buffers(main, 1, 1 << 20)
