@@ -39,12 +39,12 @@ DispatchArgs dispatch_args(const DispatchPlan& plan, const Payload& payload,
 
 // After all rows have come: the caller's tensors.
 void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
-                 int num_channels, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
+                 int num_local_blocks, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
                  DispatchResult* result) {
   Object by_column;
   if (payload.is_column_major) {
     by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
-                                 num_channels, order);
+                                 num_local_blocks, order);
   }
   DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
   result->recv_x = std::move(tensors.x);
@@ -120,8 +120,8 @@ class LaunchedCachedDispatch : public ReservedCachedDispatch {
     context_.region_use.note(&RegionUse::dispatch, out_.block != nullptr,
                              form.layout(out_.num_rows).num_bytes);
     DispatchResult result;
-    fill_result(context_, payload_, form, plan_->rings.channels.num_channels, false,
-                std::move(out_), order_, &result);
+    fill_result(context_, payload_, form, plan_->rings.num_local_blocks, false, std::move(out_),
+                order_, &result);
     result.event = order_.finish(inputs_of(payload_, request_), &handle_->held);
     return result;
   }
@@ -317,7 +317,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
                   out, plan->rings.num_local_blocks, order->stream());
     }
     DispatchResult result;
-    fill_result(*context, payload, form, plan->rings.channels.num_channels, flags.defers_topk,
+    fill_result(*context, payload, form, plan->rings.num_local_blocks, flags.defers_topk,
                 std::move(out), *order, &result);
     result.has_counts = true;
     if (counts) result.num_recv_tokens_per_expert = std::move(counts->num_recv_tokens_per_expert);

@@ -85,7 +85,7 @@ void take_results(CallContext& context, const RingPlan& plan, const Payload& pay
   result->recv_topk_weights = rows.take_topk_weights(context);
   if (payload.is_column_major) {
     result->recv_scales = transpose_scales(context, payload.form, rows.scales(), rows.num_rows(),
-                                           plan.channels.num_channels, order);
+                                           plan.num_local_blocks, order);
   } else {
     result->recv_scales = rows.take_scales(context);
   }
@@ -99,7 +99,7 @@ void take_results(CallContext& context, const RingPlan& plan, const Payload& pay
   if (payload.is_column_major) {
     result->recv_scales =
         transpose_scales(context, payload.form, context.memory.non_null(rows.scales.address),
-                         num_rows, plan.channels.num_channels, order);
+                         num_rows, plan.num_local_blocks, order);
   } else {
     result->recv_scales = std::move(rows.scales.tensor);
   }

@@ -15,8 +15,8 @@ from deep_comm import local
 from deep_comm.settings import env
 
 T, H, K, E, SMS = 6, 64, 2, 4, 132
-NAMES = ("number_rows", "expand_rows", "reduce_experts")
-BETWEEN_NODES = ("number_received", "expand_received", "reduce_experts")
+NAMES = ("number_rows", "expand_rows", "transpose_scales", "reduce_experts")
+BETWEEN_NODES = ("number_received", "expand_received", "transpose_scales", "reduce_experts")
 TWO_NODES: dict[str, Any] = {"num_rdma_bytes": 8 << 20, "ranks_per_node": 1}
 
 
@@ -35,9 +35,10 @@ def _blocks_of_a_step(
             buffer._defaults.can_choose = env.NUM_SMS.get() is None
             x = torch.randn(T, H).bfloat16()
             weights, idx = torch.rand(T, E).topk(K)
-            rows, _, row_weights, _, handle, _ = buffer.dispatch(
-                x, topk_idx=idx, topk_weights=weights, num_experts=E, expand=True, config=config
-            )
+            (rows, _), _, row_weights, _, handle, _ = buffer.dispatch(
+                (x, torch.rand(T, 3)), topk_idx=idx, topk_weights=weights, num_experts=E,
+                expand=True, column_major_scales=True, config=config,
+            )  # fmt: skip
             buffer.combine(
                 rows, handle, topk_weights=row_weights, apply_weights=True, config=config
             )
