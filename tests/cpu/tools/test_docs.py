@@ -22,6 +22,7 @@ import warm
 
 import deep_comm
 from deep_comm import errors
+from deep_comm.settings import env
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs" / "guide"
@@ -228,9 +229,9 @@ def test_modules_and_files_that_commands_name_exist(page: Path) -> None:
             assert importlib.util.find_spec(f"{module}.__main__") is not None, module
     for path in re.findall(r"`((?:tests|tools|docs|deep_comm)/[\w/.-]+)`", text):
         assert (ROOT / path).exists(), path
-    known = {variable.name for variable in deep_comm.settings.env.REGISTRY}
+    known = {variable.name for variable in env.REGISTRY}
     for variable in re.findall(r"DEEP_COMM_\w+", text):
-        assert variable in known or variable in deep_comm.settings.env.BUILD_VARIABLES, variable
+        assert variable in known or variable in env.BUILD_VARIABLES, variable
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
