@@ -311,10 +311,12 @@ def install(group: Any, memory: SymmetricMemory) -> None:
     if _routes is not None:
         return
     _routes = torch.library.Library("symm_mem", "IMPL")
-    for op, (call, _) in _CALLS.items():
-        own = getattr(torch_symmetric, f"_{op}")
-        for key in _KEYS:
-            _routes.impl(op, _route(op, call, own), key, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that kernels are overridden, as they must be
+        for op, (call, _) in _CALLS.items():
+            own = getattr(torch_symmetric, f"_{op}")
+            for key in _KEYS:
+                _routes.impl(op, _route(op, call, own), key, allow_override=True)
 
 
 def _route(op: str, call: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:

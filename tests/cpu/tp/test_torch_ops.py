@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -173,6 +174,49 @@ def _installed(group: Any) -> str:
         )
         assert torch.equal(own(x, weight), whole @ weight)
     return "done"
+
+
+def _compiled_by_inductor(group: Any) -> list[str]:
+    """A process: a model of collectives and products, and what inductor has made of it."""
+    import torch.distributed._functional_collectives as collectives
+
+    from deep_comm.tp import torch_ops
+
+    called = []
+
+    def noted(name: str) -> Any:
+        own = getattr(torch_ops, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            called.append(name)
+            return own(*given, **more)
+
+        return mock.patch.object(torch_ops, name, call)
+
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = (collectives.all_gather_tensor(x, 0, group) @ up).relu()
+        return collectives.reduce_scatter_tensor(hidden @ down, "sum", 0, group)
+
+    x, up, down = numbers(group.rank(), 8, 64), numbers(9, 64, 32), numbers(8, 32, 64)
+    wanted = block(x, up, down)
+    options = dict(_micro_pipeline_tp=True, reorder_for_compute_comm_overlap=False)
+    with (
+        SymmetricMemory(group, 0, staging_bytes=1 << 16, device="cpu") as memory,
+        mock.patch.object(torch.distributed, "is_nccl_available", lambda: True),
+        torch._inductor.config.patch(options), noted("all_gather_matmul"),
+        noted("matmul_reduce_scatter"),
+    ):  # fmt: skip
+        tp.install(group, memory)
+        for _ in range(2):
+            assert torch.equal(torch.compile(block, fullgraph=True)(x, up, down), wanted)
+    return called
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_inductors_asynchronous_tensor_parallelism_comes_here() -> None:
+    """Its pass looks for NCCL, which builds for the host lack."""
+    fused = ["all_gather_matmul", "matmul_reduce_scatter"]
+    assert processes.run(_compiled_by_inductor, 2) == [2 * fused] * 2
 
 
 def test_torchs_ops_of_an_installed_group_come_here() -> None:
