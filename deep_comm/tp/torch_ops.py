@@ -2,7 +2,8 @@
 
 ``torch.ops.deep_comm.fused_*`` can be compiled and have gradients (the unscaled ones). They name a
 group; ``register`` says which memory serves it. ``install`` also routes torch's own ops of that
-group here, which inductor's asynchronous tensor parallelism and vLLM's ``fuse_gemm_comms`` emit.
+group here, which inductor's asynchronous tensor parallelism emits, and ``fuse_gemm_comms`` of vLLM
+0.19.
 """
 
 from __future__ import annotations

@@ -159,7 +159,9 @@ def _installed(group: Any) -> str:
 
         def call(x: torch.Tensor, weight: torch.Tensor) -> Any:
             gathered, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight], 0, name)
-            part = torch.ops.symm_mem.fused_matmul_reduce_scatter(out, weight.t(), "sum", 0, name)
+            part = torch.ops.symm_mem.fused_matmul_reduce_scatter(  # by name, as vLLM 0.19 does
+                out, weight.t(), "sum", scatter_dim=0, group_name=name
+            )
             return gathered, out, part
 
         for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
