@@ -25,6 +25,14 @@ class _CudaMeansHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Event:
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
 class Stream:
     """Work of the host is done when a call returns: there is nothing to wait for."""
 
@@ -33,10 +41,8 @@ class Stream:
 
     wait_stream = wait_event
 
-
-class _Event:
-    def record(self, stream: object = None) -> None:
-        pass
+    def record_event(self, event: object = None) -> _Event:
+        return _Event()
 
 
 class _Here(threading.local):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 BASE = "allgather_reducescatter"  # NCCL's backend, of vLLM
-_SGLANG_BASE = "none"
+BASES = {"vllm": BASE, "sglang": "none", "megatron": "alltoall", "torchtitan": "standard"}
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,9 @@ class Row:
 
     @property
     def base(self) -> Row:
-        """What its tokens are compared with."""
-        backend = BASE if self.server == "vllm" else _SGLANG_BASE
+        """What its tokens or losses are compared with."""
         kept = tuple(one for one in self.options if one in _OF_BASE)
-        return replace(self, backend=backend, options=kept)
+        return replace(self, backend=BASES[self.server], options=kept)
 
     @property
     def is_control(self) -> bool:
@@ -58,6 +57,8 @@ class Row:
         is_exchange = self.backend.startswith("deepep") or self.server == "sglang"
         return is_exchange and self.backend != self.base.backend and "deep_ep" not in self.options
 
+
+COMPARED = ("offline", "http", "training")  # fronts whose rows are compared with their base's
 
 OPTIONS = {
     "graphs": "decoding in full CUDA graphs",
@@ -97,7 +98,6 @@ _NO_SGLANG = (
     "sglang-kernel 0.4.5 for torch 2.11, of which flash_ops alone has 1.8 GB: not trimmed yet; "
     "with --installed a server that is installed starts"
 )
-_NO_TRAINING = "a training program"
 _NO_FAULTS = (
     "a program that kills a rank and drives vLLM's /fault_tolerance/apply; with two GPUs one rank "
     "alone would serve on"
@@ -143,12 +143,14 @@ ROWS: tuple[Row, ...] = (
         )
     ),
     *_rows(
-        "sglang", "http", "qwen", _SGLANG_BASE, "normal", "low_latency", "auto", "auto:native",
+        "sglang", "http", "qwen", BASES["sglang"], "normal", "low_latency", "auto", "auto:native",
         "auto:wrong", lacks=_NO_SGLANG,
     ),
-    *_rows("sglang", "http", "deepseek-fp8", _SGLANG_BASE, "auto", "auto:native", lacks=_NO_SGLANG),
-    *_rows("megatron", "training", "qwen", "alltoall", "deepep", lacks=_NO_TRAINING),
-    *_rows("torchtitan", "training", "deepseek", "standard", "deepep", lacks=_NO_TRAINING),
+    *_rows(
+        "sglang", "http", "deepseek-fp8", BASES["sglang"], "auto", "auto:native", lacks=_NO_SGLANG
+    ),
+    *_rows("megatron", "training", "small", BASES["megatron"], "deepep", "deepep:wrong"),
+    *_rows("torchtitan", "training", "small", BASES["torchtitan"], "deepep", "deepep:wrong"),
 )  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def rows_named(patterns: list[str]) -> list[Row]:
     known = {row.name: row for row in ROWS}
     with_bases = []
     for row in chosen:
-        if row.front in ("offline", "http"):
+        if row.front in COMPARED:
             with_bases.append(known[row.base.name])
         with_bases.append(row)
     return list(dict.fromkeys(with_bases))

@@ -1,10 +1,14 @@
-"""Two runs token by token, each beside the dense model, and the table of all.
+"""Two runs token by token, each beside the dense model, or loss by loss; and the table of all.
 
 The dense model is given each prefix of a run's tokens and says which token is next. Few may differ
 from its: other kernels round otherwise, and where that makes a router choose another expert,
 everything behind differs. A run whose experts and sums are those of its base has to agree with it
 prompt by prompt as well: its tokens are the base's, or first differ where the base's two best
 log-probabilities are within the tolerance, and the log-probabilities before are within it too.
+
+Losses of two dispatchers have the same bits where every kernel's sums have a fixed order: rows
+come in the same order, and a token's two experts give a sum of two addends. Where a kernel adds in
+any order, the first step may differ by its rounding, and later steps by what training makes of it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from servers.runs import file_name
 TOLERANCE = 0.4  # of log-probabilities
 MOST_FLIPPED = 0.05  # of tokens beside the dense model
 FP8_TOLERANCE = 1.0  # beside the dense model, which does not cast the experts' inputs
+LOSS_TOLERANCE = 1e-2  # of a loss of some 5.5 at first, in any step
+LEARNED = 0.9  # the last loss is below this share of the first
+FIRST_TOLERANCE = 1e-4  # of the first step: loss, and share of the gradient's norm
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,58 @@ def reference_tolerance(row: Row) -> float:
     return FP8_TOLERANCE if MODELS[row.model].fp8 else TOLERANCE
 
 
+@dataclass(frozen=True)
+class LossVerdict:
+    """Of all ranks' steps: losses, and norms of gradients."""
+
+    equal: int  # losses with the same bits
+    total: int
+    first: float  # difference in the first step: of losses, or the share of the norms
+    worst: float  # difference of losses in any step
+
+    def agrees(self) -> bool:
+        return self.first <= FIRST_TOLERANCE and self.worst <= LOSS_TOLERANCE
+
+    def __str__(self) -> str:
+        return (
+            f"{self.equal} of {self.total} losses equal bit for bit, the first step within "
+            f"{self.first:.2g}, all losses within {self.worst:.2g}"
+        )
+
+
+def compare_training(base: dict[str, Any], other: dict[str, Any]) -> LossVerdict:
+    """Raises ValueError if ranks or steps are not as many."""
+    pairs = [
+        pair for a, b in zip(base["losses"], other["losses"], strict=True)
+        for pair in zip(a, b, strict=True)
+    ]  # fmt: skip
+    norms = zip(base["norms"], other["norms"], strict=True)
+    firsts = [_distance(a[0], b[0]) / a[0] for a, b in norms]
+    losses = zip(base["losses"], other["losses"], strict=True)
+    firsts += [_distance(a[0], b[0]) for a, b in losses]
+    worst = max(_distance(a, b) for a, b in pairs)
+    return LossVerdict(sum(a == b for a, b in pairs), len(pairs), max(firsts), worst)
+
+
+def judge_training(
+    row: Row, result: dict[str, Any], base: dict[str, Any] | None
+) -> tuple[bool, str]:
+    """Whether a model has learned, and as the base's has; a control must not."""
+    losses = result["losses"][0]
+    learned = f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps"
+    if not all(one[-1] < LEARNED * one[0] for one in result["losses"]):
+        return False, f"has not learned: {learned}"
+    if row == row.base:
+        return True, f"the base; {learned}"
+    if base is None or base.get("failure"):
+        return False, "its base has no result"
+    verdict = compare_training(base, result)
+    if row.is_control:
+        text = "NOT WRONG" if verdict.agrees() else "wrong as it must be"
+        return not verdict.agrees(), f"control, {text}: {verdict}"
+    return verdict.agrees(), f"{learned}; {verdict}"
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 
@@ -118,6 +177,8 @@ def judge(row: Row, result: dict[str, Any], base: dict[str, Any] | None) -> tupl
         return False, "no experts were moved"
     if row.front == "figures":
         return True, "measured"
+    if row.front == "training":
+        return judge_training(row, result, base)
     if result.get("reference") is None:
         return False, "not compared with the dense model"
     beside = Verdict(**result["reference"])

@@ -78,7 +78,9 @@ def fetch(release: Release, folder: Path) -> None:
         return
     shutil.rmtree(packages, ignore_errors=True)
     platforms = [word for name in (*_PLATFORMS, "any") for word in ("--platform", name)]
-    _pip("install", *platforms, "--target", str(packages), *release.packages)
+    packages.mkdir(parents=True)
+    if release.packages:
+        _pip("install", *platforms, "--target", str(packages), *release.packages)
     found = importlib.metadata.distributions(path=[str(packages)])
     listed.write_text("".join(sorted(f"{one.name}=={one.version}\n" for one in found)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 PYTHON = "3.12"  # of the machines with GPUs
@@ -19,6 +20,7 @@ class Release:
     idle: tuple[str, ...] = ()  # modules that are imported, and whose kernels do not run
     absent: tuple[str, ...] = ()  # backends of combinations.py that it does not have
     hooks: tuple[str, ...] = ()  # of in_server/sitecustomize.py: what torch 2.11 lacks for it
+    server: str = "vllm"  # whose rows it runs
 
     @property
     def pin(self) -> str:
@@ -67,6 +69,11 @@ RELEASES = (
         "71a87f46cafab4489c69a5c5c83b870d0235e5694d8222303d460576293dc719",
         _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, absent=("deepep_v2",),
     ),
+    Release(
+        "megatron-core", "0.16.1", "manylinux_2_28_x86_64",
+        "3fb26cb407aa3c4b609c08664022c08146f1648b3d6f2ef2bbe9d3b1294ace61", (),
+        server="megatron",
+    ),
 )  # fmt: skip
 
 
@@ -76,3 +83,12 @@ def release_of(name: str) -> Release:
         if release.name == name:
             return release
     raise KeyError(f"no release {name}: {', '.join(release.name for release in RELEASES)}")
+
+
+def releases_for(servers: Iterable[str]) -> dict[str, Release]:
+    """The first of each server that the table has one of."""
+    wanted, found = set(servers), dict[str, Release]()
+    for release in RELEASES:
+        if release.server in wanted:
+            found.setdefault(release.server, release)
+    return found

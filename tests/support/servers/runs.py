@@ -39,9 +39,10 @@ class Machine:
     out: Path
     paths: tuple[str, ...]  # of what is to be imported: the release, its packages, deep_ep
     hooks: tuple[str, ...] = ()
-    device: str = "cuda"  # that makes models
+    device: str = "cuda"  # that makes models, and trains
     limit_s: float = 300.0  # of each process, and of a server's start; it then serves three more
     repeats: int = 5  # of figures
+    steps: int = 300  # of training
     one_gpu: bool = False  # all ranks share it, and what NCCL would do goes through the host
 
     def model(self, name: str) -> Path:
