@@ -87,8 +87,9 @@ class HostCopies(dist.ProcessGroup):
     def barrier(self, opts=None):
         return self.gloo.allreduce([torch.zeros(1)])
 
-    def getBackendName(self):
-        return "host_copies"
+    @property
+    def group_name(self):
+        return dist.distributed_c10d._world.pg_names[self]
 
 
 _NEWER = {  # what torch 2.13 calls them
