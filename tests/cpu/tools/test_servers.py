@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 from servers import combinations, compare, fatbin, fetch, load, models, offline, runs, serving
-from servers.combinations import BASE, OPTIONS, ROWS, Row
+from servers.combinations import BASE, COMPARED, OPTIONS, ROWS, Row
 from servers.load import Asked, Server
 from servers.releases import RELEASES, Release
 
@@ -49,13 +49,13 @@ def test_every_row_has_a_name_of_its_own_a_model_a_base_and_known_options() -> N
         assert row.front in ("offline", "http", "figures", "training")
         assert row.model in models.MODELS
         assert set(row.options) <= set(OPTIONS)
-        if row.front in ("offline", "http"):
+        if row.front in COMPARED:
             assert row.base.name in BY_NAME, row.name
             assert not row.base.is_control and not row.base.is_over_deep_comm
 
 
 def test_whatever_is_compared_has_a_negative_control() -> None:
-    compared = {(row.server, row.front) for row in ROWS if row.front in ("offline", "http")}
+    compared = {(row.server, row.front) for row in ROWS if row.front in COMPARED}
     assert {(row.server, row.front) for row in ROWS if row.is_control} == compared
     for model in ("qwen", "qwen-fp8", "deepseek", "deepseek-fp8"):
         for front in ("offline", "http"):

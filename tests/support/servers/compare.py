@@ -28,7 +28,7 @@ MOST_FLIPPED = 0.05  # of tokens beside the dense model
 FP8_TOLERANCE = 1.0  # beside the dense model, which does not cast the experts' inputs
 LOSS_TOLERANCE = 1e-2  # of a loss of some 5.5 at first, in any step
 LEARNED = 0.9  # the last loss is below this share of the first
-FIRST_TOLERANCE = 1e-4  # of the first step: loss, and share of the gradient's norm
+FIRST_TOLERANCE = 1e-3  # of the first step: loss, and share of the gradient's norm
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,12 @@ RELEASES = (
         "3fb26cb407aa3c4b609c08664022c08146f1648b3d6f2ef2bbe9d3b1294ace61", (),
         server="megatron",
     ),
+    Release(
+        "torchtitan", "0.3.0", "any",
+        "5563ccf9a295b24e00a36087149e9c2d0686cecbd3972c31e67227029293af42",
+        ("docstring-parser", "spmd-types==0.2.3", "typeguard", "typing-extensions", "tyro"),
+        server="torchtitan",
+    ),
 )  # fmt: skip
 
 

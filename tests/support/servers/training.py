@@ -13,13 +13,15 @@ from servers.combinations import Row
 from servers.models import MODELS
 from servers.runs import Machine
 
+LENGTH, BATCH = 128, 8  # of a rank's batches
+
 def job(row: Row, machine: Machine, rank: int) -> dict[str, Any]:
     """For the trainer's program. Tokens are bytes."""
     model = MODELS[row.model]
     return dict(
         backend=row.backend, layers=model.layers, experts=model.experts, topk=model.topk,
-        hidden=model.hidden, inter=model.inter, vocab=model.vocab, length=128, batch=8, rate=1e-3,
-        steps=machine.steps, device=machine.device, one_gpu=machine.one_gpu,
+        hidden=model.hidden, inter=model.inter, vocab=model.vocab, length=LENGTH, batch=BATCH,
+        rate=1e-3, steps=machine.steps, device=machine.device, one_gpu=machine.one_gpu,
         copies=machine.one_gpu or machine.device == "cpu",
         result=str(machine.out / f"{runs.file_name(row)}.rank{rank}.json"),
     )  # fmt: skip

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 def _hollow(name):
     """A module whose names can be used as decorators and in annotations."""
     module = ModuleType(name)
-    module.jit = lambda function=None, **options: function
-    module.constexpr = object
+    module.jit = lambda function=None, **options: function or module.jit
+    for name in ("bfloat16", "constexpr", "float16", "float32", "int32", "int64", "pointer_type"):
+        setattr(module, name, lambda kind=None: object)
     return module
 
 
@@ -95,6 +96,10 @@ def build(job, device):
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights()
+        torch.manual_seed(trainer.SEED + 1 + dist.get_rank())  # other experts on each rank
+        for one in model.parameters():
+            if isinstance(one, DTensor):
+                one.to_local().normal_(std=0.05)
     return model.train()
 
 
