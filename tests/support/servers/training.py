@@ -1,4 +1,4 @@
-"""A trainer, a process for each rank, that trains a small MoE on the text of this project's pages."""
+"""A trainer, a process for each rank, that trains a small MoE on this project's own pages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from servers.models import MODELS
 from servers.runs import Machine
 
 LENGTH, BATCH = 128, 8  # of a rank's batches
+
 
 def job(row: Row, machine: Machine, rank: int) -> dict[str, Any]:
     """For the trainer's program. Tokens are bytes."""

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from released.host import current_stream, cuda_means_host  # noqa: E402
+from released.host import cuda_means_host, current_stream  # noqa: E402
 from torch._C._distributed_c10d import _create_work_from_future  # noqa: E402
 
 SEED = 1
