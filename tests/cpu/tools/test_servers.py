@@ -420,7 +420,8 @@ def test_the_table_says_of_each_row_what_became_of_it(tmp_path: Path) -> None:
     assert found[low[3]].text == "not compared with the dense model"
     assert found[f"{front}/deepep_low_latency"].text == "failed: no server"
     assert found["vllm/http/qwen/deepep_high_throughput:gpus4"].is_good is None
-    assert "training program" in found["megatron/training/qwen/deepep"].text
+    faults = "vllm/offline/qwen/deepep_low_latency:graphs:faults"
+    assert "a program that kills a rank" in found[faults].text
     text = compare.table(list(found.values()))
     assert text.count("\n") == len(ROWS) + 2 and "| BAD | deep_comm was not called |" in text
 
