@@ -155,6 +155,7 @@ def machine(job):
             torch.set_num_threads(1)
             stack.enter_context(_host())
         else:
+            torch.cuda.init()  # or a mesh of torch would choose the device by rank
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if not job["copies"] else "host_copies")
         yield device
