@@ -421,7 +421,7 @@ def test_the_table_says_of_each_row_what_became_of_it(tmp_path: Path) -> None:
     assert found[f"{front}/deepep_low_latency"].text == "failed: no server"
     assert found["vllm/http/qwen/deepep_high_throughput:gpus4"].is_good is None
     faults = "vllm/offline/qwen/deepep_low_latency:graphs:faults"
-    assert "a program that kills a rank" in found[faults].text
+    assert "a program that stalls a rank" in found[faults].text
     text = compare.table(list(found.values()))
     assert text.count("\n") == len(ROWS) + 2 and "| BAD | deep_comm was not called |" in text
 
@@ -631,6 +631,16 @@ def test_ranks_that_are_killed_in_the_middle_of_calls_leave_no_shared_memory(
             runs.end(process)
         before.require_nothing_more(limit_s=10)
     assert len(runs.built([log])) == 2  # the line of each Buffer
+
+
+def test_calls_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    row, machine = BY_NAME["vllm/offline/qwen/deepep_low_latency"], machine_at(tmp_path)
+    folder = Path(runs.environment(row, machine)["SERVERS_COUNTS"])
+    folder.mkdir(parents=True)
+    (folder / "1.json").write_text(json.dumps(dict(file="x", counts={"Buffer.dispatch": 1})))
+    assert len(runs.counted(row, machine)) == 1
+    runs.forget_counts(row, machine)
+    assert runs.counted(row, machine) == []
 
 
 def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ OPTIONS = {
     "refused": "a buffer too small for its calls: the server must end with deep_comm's message",
     "kill": "kill -9 under load: nothing may be left, and the server starts again",
     "gpus4": "four GPUs",
-    "faults": "fault tolerance: a rank is killed, the others serve on",
+    "faults": "fault tolerance: a rank stalls, and is taken back",
     "deep_ep": "DeepEP itself instead of deep_comm",
     "wrong": "negative control: tokens go to other experts, and must come out wrong",
 }
@@ -99,8 +99,8 @@ _NO_SGLANG = (
     "with --installed a server that is installed starts"
 )
 _NO_FAULTS = (
-    "a program that kills a rank and drives vLLM's /fault_tolerance/apply; with two GPUs one rank "
-    "alone would serve on"
+    "a program that stalls a rank and posts `retry` to /fault_tolerance/apply of every server. "
+    "vLLM 0.33.0 cannot go on without a rank that is gone, and wants a server for each rank"
 )
 
 ROWS: tuple[Row, ...] = (

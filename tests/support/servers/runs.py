@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def environment(row: Row, machine: Machine) -> dict[str, str]:
     of_row = variables(row)
     is_native = "DEEP_COMM_VLLM" in of_row
     watch = dict(
-        SERVERS_COUNTS=str(machine.out / f"{file_name(row)}.counts"),
+        SERVERS_COUNTS=str(_counts(row, machine)),
         SERVERS_HOOKS=" ".join(machine.hooks),
         SERVERS_WATCH="deep_comm.buffer" if is_native else "deep_ep",
         SERVERS_ONE_GPU=str(int(machine.one_gpu)),
@@ -182,10 +183,19 @@ class Left:
             time.sleep(0.5)
 
 
+def _counts(row: Row, machine: Machine) -> Path:
+    return machine.out / f"{file_name(row)}.counts"
+
+
+def forget_counts(row: Row, machine: Machine) -> None:
+    """Of an earlier run."""
+    shutil.rmtree(_counts(row, machine), ignore_errors=True)
+
+
 def counted(row: Row, machine: Machine) -> list[dict[str, Any]]:
     """Calls of deep_ep or deep_comm, by process."""
-    folder = machine.out / f"{file_name(row)}.counts"
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = sorted(_counts(row, machine).glob("*.json"))
+    return [json.loads(path.read_text()) for path in found]
 
 
 def built(logs: Sequence[Path]) -> list[str]:
