@@ -45,10 +45,15 @@ def cast(rows: Tensor, dtype: str) -> Payload:
     return reference_low_latency.quantise(rows) if dtype == "fp8" else rows
 
 
-def _made(rows: Tensor, who: Tensor | int) -> Tensor:
-    """bf16: what a rank, or each row's expert, makes of bf16 rows."""
+def _made(rows: Tensor, who: Tensor | int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """What a rank, or each row's expert, makes of bf16 rows; in every bit of the dtype."""
     factors = 1 + torch.as_tensor(who, device=rows.device).reshape(-1, 1) / 32
-    return (rows.float() * factors).to(torch.bfloat16)
+    made = rows.float() * factors
+    return made * (1 / 3) if dtype == torch.float32 else made.to(dtype)
+
+
+def _dtype_of(kind: str) -> torch.dtype:
+    return torch.float32 if kind == "float32" else torch.bfloat16
 
 
 class Expected:
@@ -140,12 +145,14 @@ class Expected:
             topk_weights.to(device), counts,
         )  # fmt: skip
 
-    def outputs(self, rows: Rows, input_idx: int, num_rows: int) -> Tensor:
-        """bf16 [num_rows, H]: what this rank gives to combine. Other ranks, or other experts, make
+    def outputs(
+        self, rows: Rows, input_idx: int, num_rows: int, dtype: torch.dtype = torch.bfloat16
+    ) -> Tensor:
+        """[num_rows, H]: what this rank gives to combine. Other ranks, or other experts, make
         other rows of the same token; rows of no token are zeros."""
-        out = torch.zeros(num_rows, self.workload.hidden, dtype=torch.bfloat16, device=self.device)
+        out = torch.zeros(num_rows, self.workload.hidden, dtype=dtype, device=self.device)
         who = self.rank if rows.expert is None else rows.expert
-        out[rows.places] = _made(self.all_rows(input_idx)[rows.origin], who)
+        out[rows.places] = _made(self.all_rows(input_idx)[rows.origin], who, dtype)
         return out
 
     def _biases(self, input_idx: int) -> Tensor:
@@ -161,7 +168,8 @@ class Expected:
 
         Args:
             kind: "echo": the row that it received; "experts": weight times row of each of its
-                experts, top-k entries ascending; others: one row that the rank made.
+                experts, top-k entries ascending; "rank", "weights", "biased", "float32": one row
+                that the rank made, of float32 or bf16.
         """
         shape, routing = self.workload, self.routings[input_idx]
         x = self.all_rows(input_idx)[shape.tokens_of(self.rank)]
@@ -176,7 +184,7 @@ class Expected:
             for k, product in enumerate(products):
                 partial += torch.where(is_here[:, k, None], product, 0.0)
             if kind != "experts":
-                row = x if kind == "echo" else _made(x, peer)
+                row = x if kind == "echo" else _made(x, peer, _dtype_of(kind))
                 partial = torch.where(is_here.any(dim=1)[:, None], row.float(), 0.0)
             yield partial
 
@@ -184,7 +192,7 @@ class Expected:
         """What combine must return: the ranks' partial sums rounded, then added in float32 to the
         biases, ranks ascending, and rounded. With nodes: once per node, and once over the nodes.
         """
-        dtype = torch.float32 if kind == "float32" else torch.bfloat16
+        dtype = _dtype_of(kind)
         per_node = ranks_per_node or 1
         total, of_node = (torch.zeros((), device=self.device) for _ in range(2))
         if kind == "biased":

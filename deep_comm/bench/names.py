@@ -30,7 +30,7 @@ MEANINGS = {
     "dispatch expanded cached": "the same by a handle",
     "combine expanded": "of such rows, weighted and added where they lie before they travel",
 }
-SUMS = ("combine weights", "combine biased", "combine float32")  # other than of rows alone
+COMBINE_FORMS = ("combine weights", "combine biased", "combine float32")
 HOST_WAITS = ("dispatch", "dispatch + combine", "dispatch cast", "dispatch expanded")
 TWO_TIER = "two-tier"
 

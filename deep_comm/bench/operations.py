@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deep_comm import Buffer, Config, reference
 from deep_comm.bench.expected import ALIGNMENT, Expected, Rows
-from deep_comm.bench.names import HOST_WAITS, SUMS, TWO_TIER
+from deep_comm.bench.names import COMBINE_FORMS, HOST_WAITS, TWO_TIER
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.workload import Volume, mean_volume
 from deep_comm.reference import low_latency as reference_low_latency
@@ -89,8 +89,12 @@ class NormalCalls:
             options["column_major_scales"] = True
         return lambda idx: dispatch(xs[idx], **options)
 
-    def _combine(self, xs: Sequence[Tensor], handle: Any, **options: Any) -> Call:
+    def _combine(
+        self, xs: Sequence[Tensor], handle: Any, biases: Sequence[Tensor] = (), **options: Any
+    ) -> Call:
         combine, config = self._buffer.combine, self._config
+        if biases:
+            return lambda idx: combine(xs[idx], handle, bias=biases[idx], config=config)
         return lambda idx: combine(xs[idx], handle, config=config, **options)
 
     def _pair(self, name: str) -> Call:
@@ -112,8 +116,8 @@ class NormalCalls:
     def _outputs(self, name: str = "", num_rows: int | None = None) -> list[Tensor]:
         rows = self._rows(name)
         num_rows = len(rows.topk_idx) if num_rows is None else num_rows
-        xs = [self._expected.outputs(rows, idx, num_rows) for idx in self._inputs]
-        return [x.float() for x in xs] if "float32" in name else xs
+        dtype = torch.float32 if "float32" in name else torch.bfloat16
+        return [self._expected.outputs(rows, idx, num_rows, dtype) for idx in self._inputs]
 
     # ---- results -------------------------------------------------------------------------------
 
@@ -168,7 +172,7 @@ class NormalCalls:
             call: Call = lambda _idx: layout(topk_idx, shape.num_experts)
             return Operation(name, call, self._layout_is_right, None)
         kind = "experts" if "expanded" in name else "echo" if "+" in name and is_bf16 else "rank"
-        kind = name.removeprefix("combine ") if name in SUMS else kind
+        kind = name.removeprefix("combine ") if name in COMBINE_FORMS else kind
         is_right: Callable[[Any, int], bool] = partial(self._sums_are_right, kind=kind)
         handle, options = self.handle, {}
         if "expanded" in name:
@@ -187,13 +191,9 @@ class NormalCalls:
                 xs = [dispatch(idx)[0].copy_(x) for idx, x in enumerate(xs)]
             if kind == "weights":
                 options["topk_weights"] = self._expected.rows(0).topk_weights
-            call = self._combine(xs, handle, **options)
             if kind == "biased":
-                combine, biases = (
-                    self._buffer.combine,
-                    list(map(self._expected.biases, self._inputs)),
-                )
-                call = lambda idx: combine(xs[idx], handle, bias=biases[idx], config=self._config)
+                options["biases"] = list(map(self._expected.biases, self._inputs))
+            call = self._combine(xs, handle, **options)
         volume, rail_row_bytes = self._moved(name)
         return Operation(
             name, call, is_right, volume, name in HOST_WAITS, rail_row_bytes=rail_row_bytes

@@ -8,7 +8,7 @@
 //        publisher · fence and relaxed store / acquire sys
 //        taken · this rank · see sync/generation.cuh
 // waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
-//        which waits for nobody
+//        which waits only until a sender rings; senders ring before they wait
 #pragma once
 
 #include "device/intranode/combine_watch.cuh"
@@ -253,7 +253,9 @@ class ChunkSender {
   int first_row_;             // of them, in x
   int first_staged_row_ = 0;  // of them, in the staging of this lane's rank
   LoadCursor load_;
-  RowWeights weights_;  // of the row that is stored next
+  // Of the row that is stored next: begin loads the first row's, store_row the next row's. After
+  // the last row they are of some row, and nobody writes them.
+  RowWeights weights_;
   uint32_t ends_ = 0;   // lane i: stores up to the end of the last chunk whose index is i modulo 32
   uint32_t num_landed_ = 0;
   bool has_failed_ = false;

@@ -52,7 +52,9 @@ struct AddTeams {
 
 class TokenWatch;
 
-// A wait of the whole warp: all lanes go on, or none.
+// A wait of the whole warp: all lanes go on, or none. Through it `await` asks TokenWatch instead of
+// each lane, and one lane stands for all: it checks the deadline, sleeps on its word, and its rank
+// is named in the error.
 struct WatchContext {
   using Clock = WaitClock;
 
@@ -120,7 +122,7 @@ class TokenWatch {
     }
     pending_ &= ~landed;
     while (arch::any(kFullMask, landed != 0)) {
-      // pairs with: publish_chunks — the chunk's rows
+      // pairs with: publish_chunks, ChunkSender::publish_rest — the chunk's rows
       if (landed != 0) arch::ld_acquire_sys(word_of(arch::ffs(landed) - 1));
       landed &= landed - 1;
     }

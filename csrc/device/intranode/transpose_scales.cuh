@@ -4,8 +4,10 @@
 // in     src [N, S] words of 4 bytes
 // out    dst [S, column_stride], dst[s][n] = src[n][s]
 // grid   any number of blocks and warps: a warp takes 32 rows and 16 columns, whose loads are issued
-//        together. Scales cross the link row by row, since those of a row are neighbours: single
-//        words would cost a packet each
+//        together
+//
+// Why a pass of its own: scales cross the link row by row, since those of a row are neighbours.
+// Single words would cost a packet each.
 #pragma once
 
 #include "device/intranode/args.cuh"
