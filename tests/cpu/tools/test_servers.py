@@ -389,7 +389,7 @@ def keep(folder: Path, name: str, **result: Any) -> None:
     path.write_text(json.dumps(dict(name=name, **result)))
 
 
-OVER = dict(built=["<Buffer: …>"], calls=[dict(file="x", counts={"Buffer.dispatch": 4})])
+OVER = dict(built=["<Buffer: …>"], calls=2 * [dict(file="x", counts={"Buffer.dispatch": 4})])
 
 
 def test_the_table_says_of_each_row_what_became_of_it(tmp_path: Path) -> None:
@@ -424,6 +424,30 @@ def test_the_table_says_of_each_row_what_became_of_it(tmp_path: Path) -> None:
     assert "a program that stalls a rank" in found[faults].text
     text = compare.table(list(found.values()))
     assert text.count("\n") == len(ROWS) + 2 and "| BAD | deep_comm was not called |" in text
+
+
+def test_what_cannot_be_judged_is_not_good(tmp_path: Path) -> None:
+    """A control without tokens, a base that was skipped, a rank that did not call, NaN."""
+    front, dense = "vllm/offline/qwen", dict(reference=dict(equal=20))
+    names = [f"{front}/deepep_low_latency{end}" for end in (":wrong", "", ":dbo", ":chunked")]
+    keep(tmp_path, f"{front}/{BASE}", skipped="2 GPUs")
+    keep(tmp_path, names[0], rows=[], **OVER, reference=dict(missing=1))
+    keep(tmp_path, names[1], rows=[answered([1])], **OVER, **dense)
+    keep(tmp_path, names[2], rows=[], **(OVER | dict(calls=OVER["calls"][:1])), **dense)
+    keep(tmp_path, names[3], rows=[], **OVER, reference=dict(equal=20, worst=float("inf")))
+    found = compare.lines(tmp_path, [BY_NAME[name] for name in names])
+    assert [line.is_good for line in found] == [False] * 4
+    assert found[1].text.startswith("its base has no result")
+    assert found[2].text == "deep_comm was not called"
+
+
+def test_moves_of_experts_are_counted_but_not_those_of_a_profile(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "Rearranging experts (async mode) (profile)...\nRearranged experts  (profile)  in 0.78 s.\n"
+        "Rearranging experts (async mode) ...\nRearranging experts (async mode) ...\n"
+    )
+    assert offline.rearranged([log]) == 2
 
 
 def test_the_table_has_figures_with_their_intervals(tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ def run(row: Row, machine: Machine) -> dict[str, Any]:
 
 
 def rearranged(logs: list[Path]) -> int:
-    """How often vLLM says that it has moved experts."""
-    return sum(log.read_text(errors="replace").count("Rearranged experts") for log in logs)
+    """How often vLLM began to move experts; a second move begins when the first one has ended."""
+    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+    return sum("Rearranging experts" in line and "(profile)" not in line for line in lines)
 
 
 def reference(row: Row, machine: Machine, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

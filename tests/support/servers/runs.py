@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from servers.combinations import Row, variables
 from servers.models import MODELS, write_model
 
@@ -41,7 +43,9 @@ class Machine:
     paths: tuple[str, ...]  # of what is to be imported: the release, its packages, deep_ep
     hooks: tuple[str, ...] = ()
     device: str = "cuda"  # that makes models, and trains
-    limit_s: float = 300.0  # of each process, and of a server's start; it then serves three more
+    limit_s: float = (
+        300.0  # of a process, and of a server's start; a server may live four times as long
+    )
     repeats: int = 5  # of figures
     steps: int = 300  # of training
     one_gpu: bool = False  # all ranks share it, and what NCCL would do goes through the host
@@ -150,12 +154,14 @@ def segments() -> set[str]:
 
 
 def device_mib() -> list[int]:
-    """Memory in use of each GPU; none without a driver."""
+    """Memory in use of each GPU; none where there is none. Raises Failed."""
+    if not torch.cuda.is_available():
+        return []
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Failed(f"nvidia-smi does not say what memory is in use: {error}") from error
     return [int(line) for line in done.stdout.split()]
 
 

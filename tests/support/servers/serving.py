@@ -112,13 +112,17 @@ def killed(row: Row, machine: Machine, log: Path) -> None:
     before = Left.now()
     with served(row, machine, log) as up:
         ids = load.prompts(MODELS[row.model].vocab, _AT_ONCE, 2)
+        load.complete(up.server, Asked(0, ids[0], 1, 0))  # it serves
         wanted = [Asked(i, one, 200, i % row.num_gpus) for i, one in enumerate(ids)]
         loaded = threading.Thread(target=_ask_in_vain, args=(up.server, wanted))
         loaded.start()
-        time.sleep(2)
+        time.sleep(0.4)
+        if not loaded.is_alive():
+            raise Failed(f"{len(wanted)} requests ended before the kill\n{runs.tail(log)}")
         up.kill()
         loaded.join(up.server.timeout_s)
     before.require_nothing_more()
+    runs.forget_counts(row, machine)
 
 
 def _ask_in_vain(server: Server, wanted: list[Asked]) -> None:
