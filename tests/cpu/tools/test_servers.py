@@ -25,10 +25,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from servers import combinations, compare, fatbin, fetch, load, models, offline, runs, serving
 from servers.combinations import BASE, COMPARED, OPTIONS, ROWS, Row
 from servers.load import Asked, Server
-from servers.releases import RELEASES, Release
+from servers.releases import RELEASES, Release, Wheel
 
 from deep_comm import processes
 
@@ -90,6 +91,26 @@ def test_options_reach_the_engine_and_its_server_alike() -> None:
     assert combinations.variables(control) == {"DEEP_COMM_VLLM": "1", "SERVERS_WRONG": "1"}
 
 
+def test_sglang_has_deep_gemms_kernels_with_deep_ep_and_tritons_without() -> None:
+    def flags(name: str) -> dict[str, str]:
+        words = combinations.sglang_flags(BY_NAME[f"sglang/http/qwen/{name}"])
+        return dict(zip(words, words[1:], strict=False))
+
+    base, low, graphs = flags("none"), flags("low_latency"), flags("auto:graphs")
+    assert base["--moe-runner-backend"] == "triton" and "--moe-a2a-backend" not in base
+    assert low["--moe-runner-backend"] == "deep_gemm" and low["--moe-a2a-backend"] == "deepep"
+    assert low["--deepep-mode"] == "low_latency" and graphs["--deepep-mode"] == "auto"
+    # A rank sends half the tokens of a step, and a low-latency call of SGLang's takes 128.
+    assert int(low["--chunked-prefill-size"]) // 2 <= 128
+    assert base["--cuda-graph-backend-decode"] == low["--cuda-graph-backend-decode"] == "disabled"
+    assert "--cuda-graph-backend-decode" not in graphs and "--cuda-graph-bs-decode" in graphs
+    assert "--skip-tokenizer-init" in base  # /generate takes and returns ids
+    control = combinations.variables(BY_NAME["sglang/http/qwen/auto:wrong"])
+    assert control["SERVERS_WRONG"] == "1" and control["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] == "0"
+    native = combinations.variables(BY_NAME["sglang/http/qwen/auto:native"])
+    assert "DEEP_COMM_VLLM" not in native
+
+
 def test_a_rank_without_work_has_one_prompt_of_one_token(tmp_path: Path) -> None:
     machine = machine_at(tmp_path)
     for name, shares in (("qwen/deepep_high_throughput:idle", [17, 1]), (f"qwen/{BASE}", [12, 6])):
@@ -112,18 +133,20 @@ def test_the_list_says_what_rows_lack() -> None:
 
 
 @pytest.mark.parametrize(
-    "front, flags, needs",
+    "row, flags, needs",
     [
-        ("offline/qwen", [], "2 GPUs"), ("offline/qwen", ["--one-gpu"], "a GPU"),
-        (f"figures/large/{BASE}:graphs", ["--one-gpu"], "2 GPUs"),
+        (f"vllm/offline/qwen/{BASE}", ["--installed"], "2 GPUs"),
+        (f"vllm/offline/qwen/{BASE}", ["--installed", "--one-gpu"], "a GPU"),
+        (f"vllm/figures/large/{BASE}:graphs", ["--installed", "--one-gpu"], "2 GPUs"),
+        ("sglang/http/qwen/none", ["--one-gpu"], "a GPU"),
+        ("sglang/http/qwen/auto:graphs", ["--installed", "--one-gpu"], "2 GPUs"),
     ],
 )  # fmt: skip
 def test_a_machine_without_gpus_runs_nothing_and_says_so(
-    front: str, flags: list[str], needs: str, tmp_path: Path
+    row: str, flags: list[str], needs: str, tmp_path: Path
 ) -> None:
-    row = f"vllm/{front}" if "figures" in front else f"vllm/{front}/{BASE}"
     done = subprocess.run(
-        [*TOOL, "run", str(tmp_path), row, "--installed", *flags], capture_output=True, text=True,
+        [*TOOL, "run", str(tmp_path), row, *flags], capture_output=True, text=True,
         timeout=120, env={**os.environ, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     if "0 good, 0 bad" not in done.stdout:
@@ -206,19 +229,28 @@ def test_what_is_not_a_fatbin_is_refused_or_left_alone() -> None:
         fatbin.trim(spoilt, 90)
 
 
-def packed_wheel(folder: Path) -> Release:
-    path = folder / "wheels" / "some-server-1.0" / "some_server-1.0-py3-none-any.whl"
-    path.parent.mkdir(parents=True)
+def packed_wheel(folder: Path, project: str, files: dict[str, str]) -> Wheel:
+    named = project.replace("-", "_")
+    path = folder / "wheels" / "some-server-1.0" / f"{named}-1.0-py3-none-any.whl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("some_server/__init__.py", "VALUE = 3\n")
-        wheel.writestr("some_server/bench/big.json", "{}")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Release("some-server", "1.0", "any", digest, (), ("some_server/bench/*",))
+        for name, text in files.items():
+            wheel.writestr(f"{named}/{name}", text)
+    return Wheel(f"{project}==1.0", "any", hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def packed_release(folder: Path) -> Release:
+    """Of two wheels, the name of one of which begins as the other's."""
+    server = packed_wheel(
+        folder, "some-server", {"__init__.py": "VALUE = 3\n", "bench/big.json": ""}
+    )
+    kernels = packed_wheel(folder, "some-server-kernels", {"__init__.py": "VALUE = 4\n"})
+    return Release("some-server", "1.0", (server, kernels), (), ("some_server/bench/*",))
 
 
 def test_a_release_is_trimmed_packed_and_unpacked_elsewhere(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    release = packed_wheel(here)
+    release = packed_release(here)
     assert fetch.trim(release, here) == []
     packages = here / "unpacked" / release.packages_name
     (packages / "__pycache__").mkdir(parents=True)
@@ -232,6 +264,8 @@ def test_a_release_is_trimmed_packed_and_unpacked_elsewhere(tmp_path: Path) -> N
     package, others = fetch.unpacked(release, there)
     assert (Path(package) / "some_server" / "__init__.py").read_text() == "VALUE = 3\n"
     assert not (Path(package) / "some_server" / "bench").exists()
+    kernels = Path(package) / "some_server_kernels" / "__init__.py"
+    assert kernels.read_text() == "VALUE = 4\n"
     assert [path.name for path in Path(others).iterdir()] == ["requirements.txt"]
     assert fetch.unpacked(release, there) == (package, others)  # once
     with pytest.raises(fetch.NotFetched, match="neither"):
@@ -239,17 +273,22 @@ def test_a_release_is_trimmed_packed_and_unpacked_elsewhere(tmp_path: Path) -> N
 
 
 def test_another_wheel_than_the_tables_is_refused(tmp_path: Path) -> None:
-    release = dataclasses.replace(packed_wheel(tmp_path), sha256="0" * 64)
-    with pytest.raises(fetch.NotFetched, match="of the table"):
-        fetch.trim(release, tmp_path)
-    with pytest.raises(fetch.NotFetched, match="has no wheel"):
-        fetch.wheel_of(release, tmp_path / "elsewhere")
+    release = packed_release(tmp_path)
+    server, kernels = release.wheels
+    assert len(fetch.wheels_of(release, tmp_path)) == 2
+    other = dataclasses.replace(kernels, sha256="0" * 64)
+    with pytest.raises(fetch.NotFetched, match="some_server_kernels.*of the table"):
+        fetch.trim(dataclasses.replace(release, wheels=(server, other)), tmp_path)
+    with pytest.raises(fetch.NotFetched, match="has no wheel of some-server==1.0"):
+        fetch.wheels_of(release, tmp_path / "elsewhere")
 
 
 def test_the_table_of_releases_names_each_once_with_a_hash() -> None:
     assert len({release.name for release in RELEASES}) == len(RELEASES)
     for release in RELEASES:
-        assert len(bytes.fromhex(release.sha256)) == 32
+        assert release.wheels[0].pin == f"{release.project}=={release.version}"
+        assert all(len(bytes.fromhex(wheel.sha256)) == 32 for wheel in release.wheels)
+    assert {row.server for row in ROWS if not row.lacks} == {one.server for one in RELEASES}
     bridges = hook_module().BRIDGES
     assert all(set(release.hooks) <= set(bridges) for release in RELEASES)
     backends = {row.backend for row in ROWS}
@@ -471,7 +510,9 @@ def test_an_interval_is_students() -> None:
 
 
 class Completions(http.server.BaseHTTPRequestHandler):
-    """Streams tokens that follow from the prompt: two in its first event, then one each."""
+    """Streams tokens that follow from the prompt: two in its first event, then one each. As
+    OpenAI's API does, or as SGLang's: there each event repeats what came before.
+    """
 
     protocol_version = "HTTP/1.1"
     ranks: list[int]
@@ -488,19 +529,25 @@ class Completions(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         owner: Any = self.server
         owner.ranks.append(self.headers.get("X-data-parallel-rank"))
-        if body["prompt"] == [666]:
+        is_sglang = self.path == "/generate"
+        prompt = body["input_ids" if is_sglang else "prompt"]
+        wanted = body["sampling_params"]["max_new_tokens"] if is_sglang else body["max_tokens"]
+        if prompt == [666]:
             self.send_error(400, "no such prompt")
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        made = [sum(body["prompt"]) + index for index in range(body["max_tokens"])]
+        made = [sum(prompt) + index for index in range(wanted)]
         try:
-            for ids in [made[:2], *([one] for one in made[2:])]:
-                self.send_event(ids)
+            for end in range(2, wanted + 1):
+                if is_sglang:
+                    self.send_all(made[:end])
+                else:
+                    self.send_event(made[:2] if end == 2 else [made[end - 1]])
                 time.sleep(0.002)
-                if body["prompt"] == [777]:
+                if prompt == [777]:
                     return
             self.wfile.write(b"data: [DONE]\n\n")
         except OSError:
@@ -514,7 +561,17 @@ class Completions(http.server.BaseHTTPRequestHandler):
         choice = dict(index=0, text="", logprobs=said)
         if self.server.has_ids:  # type: ignore[attr-defined]
             choice["token_ids"] = ids
-        self.wfile.write(f"data: {json.dumps(dict(choices=[choice]))}\n\n".encode())
+        self.send_json(dict(choices=[choice]))
+
+    def send_all(self, ids: list[int]) -> None:
+        said = dict(
+            output_token_logprobs=[[-1.0, one, None] for one in ids],
+            output_top_logprobs=[[[-1.0, one, None], [-1.5, 1, None]] for one in ids],
+        )
+        self.send_json(dict(output_ids=ids, meta_info=said))
+
+    def send_json(self, event: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.flush()
 
 
@@ -541,19 +598,22 @@ def answering(has_ids: bool = True) -> Iterator[Any]:
         server.server_close()
 
 
-@pytest.mark.parametrize("has_ids", [True, False])
-def test_a_streamed_completion_has_tokens_margins_and_times(has_ids: bool) -> None:
+@pytest.mark.parametrize("has_ids, is_sglang", [(True, False), (False, False), (True, True)])
+def test_a_streamed_completion_has_tokens_margins_and_times(has_ids: bool, is_sglang: bool) -> None:
     with answering(has_ids) as server:
-        answer = load.complete(Server(server.server_port, 20), Asked(3, [10, 20], 5, rank=1))
+        asked = Asked(3, [10, 20], 5, rank=1)
+        answer = load.complete(Server(server.server_port, 20, is_sglang), asked)
         assert server.ranks == ["1"]
     assert answer.prompt == 3 and answer.tokens == [30, 31, 32, 33, 34]
     assert answer.logprobs == [-1.0] * 5 and answer.margins == [0.5] * 5
     assert 0 < answer.first_s < answer.last_s
 
 
-def test_an_aborted_request_closes_its_connection() -> None:
+@pytest.mark.parametrize("is_sglang", [False, True])
+def test_an_aborted_request_closes_its_connection(is_sglang: bool) -> None:
     with answering() as server:
-        answer = load.complete(Server(server.server_port, 20), Asked(0, [1], 500, abort_after=3))
+        asked = Asked(0, [1], 500, abort_after=3)
+        answer = load.complete(Server(server.server_port, 20, is_sglang), asked)
         assert answer.aborted and 3 <= len(answer.tokens) < 500
         deadline = time.monotonic() + 20
         while not server.aborted and time.monotonic() < deadline:
@@ -561,11 +621,12 @@ def test_an_aborted_request_closes_its_connection() -> None:
         assert server.aborted == 1
 
 
-def test_refusals_and_early_ends_are_errors() -> None:
+@pytest.mark.parametrize("is_sglang", [False, True])
+def test_refusals_and_early_ends_are_errors(is_sglang: bool) -> None:
     with answering() as server:
         for ids, words in (([666], "400"), ([777], "2 of 9 tokens")):
             with pytest.raises(load.BadAnswer, match=words):
-                load.complete(Server(server.server_port, 20), Asked(0, ids, 9))
+                load.complete(Server(server.server_port, 20, is_sglang), Asked(0, ids, 9))
 
 
 def test_what_a_server_is_asked_covers_64_at_once_aborts_and_a_rank_without_work() -> None:
@@ -843,6 +904,38 @@ def test_bridges_change_what_an_older_torch_lacks() -> None:
     assert callable(module._is_capturing_or_compiling)
 
 
+def test_bridges_stand_in_for_what_sglang_imports_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooks, registered = hook_module(), []
+
+    class AutoConfig:
+        @staticmethod
+        def register(model_type: str, config: str, exist_ok: bool = False) -> None:
+            registered.append((model_type, config, exist_ok))
+
+    module: Any = ModuleType("configuration_auto")
+    module.AutoConfig = AutoConfig
+    hooks.newer_transformers(module)
+    module.AutoConfig.register("qwen3_asr", "its configuration")
+    assert registered == [("qwen3_asr", "its configuration", True)]
+    for name in ("flashinfer", "flashinfer.prefill", "flashinfer.sampling"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # is put back
+        del sys.modules[name]
+    hooks.no_flashinfer(module)
+    from flashinfer import bmm_fp8  # type: ignore[import-not-found]
+    from flashinfer.sampling import min_p_sampling_from_probs  # type: ignore[import-not-found]
+
+    for lacking in (bmm_fp8, min_p_sampling_from_probs):
+        with pytest.raises(NotImplementedError, match="FlashInfer"):
+            lacking(1)
+    with pytest.raises(ImportError):
+        from flashinfer import mm_fp4  # type: ignore[import-not-found] # noqa: F401
+    with pytest.raises(ImportError):
+        import flashinfer.norm  # type: ignore[import-not-found] # noqa: F401
+
+
 def exchange_over_host(group: Any) -> dict[str, list[Any]]:
     """Uneven sizes: rank r has r + 1 rows."""
     rank, over_host = group.rank(), hook_module().OverHost(group, "cpu")
@@ -868,8 +961,41 @@ def test_ranks_of_one_gpu_get_what_nccl_would_give_them() -> None:
     assert second == dict(common, kept=summed[1:])
 
 
-def test_ranks_of_one_gpu_are_given_the_first_one_and_no_nccl() -> None:
+def exchange_host_copies(group: Any) -> dict[str, list[Any]]:
+    """What SGLang asks of torch where its NCCL communicator is not there."""
+    sys.path.insert(0, str(runs.IN_SERVER))
+    import host_copies  # type: ignore[import-not-found] # noqa: F401
+
+    rank, every = group.rank(), dist.new_group(backend="host_copies")
+    mine = torch.arange(4, dtype=torch.bfloat16).view(2, 2) * 2**rank
+    gathered, kept = torch.empty(4, 2).bfloat16(), torch.empty(1, 2).bfloat16()
+    dist.all_gather_into_tensor(gathered, mine, group=every)
+    dist.reduce_scatter_tensor(kept, mine, group=every)
+    rows = [torch.empty(2, 2).bfloat16() for _ in range(2)]
+    dist.all_gather(rows, mine, group=every)
+    dist.all_reduce(mine, group=every)
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, rank, group=every)
+    dist.barrier(group=every)
+    return dict(
+        summed=mine.tolist(), gathered=gathered.tolist(), kept=kept.tolist(),
+        listed=torch.cat(rows).tolist(), objects=objects,
+    )  # fmt: skip
+
+
+def test_torchs_group_for_ranks_of_one_gpu_does_what_nccls_would() -> None:
+    first, second = processes.run(exchange_host_copies, 2, timeout_s=100)
+    summed, gathered = [[0.0, 3.0], [6.0, 9.0]], [[0, 1], [2, 3], [0, 2], [4, 6]]
+    common = dict(summed=summed, gathered=gathered, listed=gathered, objects=[0, 1])
+    assert first == dict(common, kept=summed[:1])
+    assert second == dict(common, kept=summed[1:])
+
+
+def test_ranks_of_one_gpu_are_given_the_first_one_and_no_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hooks = hook_module()
+    monkeypatch.setitem(sys.modules, "host_copies", ModuleType("host_copies"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SERVERS_ONE_GPU", "1")
         patch.setenv("SERVERS_HOOKS", "older_nccl")
@@ -884,6 +1010,11 @@ def test_ranks_of_one_gpu_are_given_the_first_one_and_no_nccl() -> None:
     assert module.ParallelConfig().get_local_gpu_index(1, 1) == 0
     assert module.get_physical_gpu_ids_for_local_dp_rank("CUDA_VISIBLE_DEVICES", 1, 1) == [0]
     assert module.PyNcclCommunicator is hooks.OverHost
+    with pytest.raises(OSError, match="share a GPU"):
+        module.NCCLLibrary(None)
+    assert module.get_default_distributed_backend("cuda") == "host_copies"
+    with module.maybe_reindex_device_id(1) as index:
+        assert index == 0
 
 
 def test_the_environment_of_a_row_is_bounded_to_this_machine(tmp_path: Path) -> None:
@@ -893,3 +1024,8 @@ def test_the_environment_of_a_row_is_bounded_to_this_machine(tmp_path: Path) -> 
     assert env["NCCL_NVLS_ENABLE"] == "0" and env["DEEP_COMM_LOG"] == "info"
     assert env["SERVERS_WATCH"] == "deep_comm.buffer" and env["VLLM_MLA_DISABLE"] == "1"
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(runs.IN_SERVER)
+    assert env["SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"] == "0"
+    row = BY_NAME["sglang/http/qwen/auto:native"]
+    env = runs.environment(row, machine_at(tmp_path, one_gpu=True))
+    assert env["SERVERS_WATCH"] == "deep_comm.buffer" and env["SERVERS_ONE_GPU"] == "1"
+    assert env["SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"] == "1"

@@ -95,10 +95,6 @@ _PLAIN = (
     f"{_HT}:wrong", f"{_LL}:wrong",
 )  # fmt: skip
 
-_NO_SGLANG = (
-    "sglang-kernel 0.4.5 for torch 2.11, of which flash_ops alone has 1.8 GB: not trimmed yet; "
-    "with --installed a server that is installed starts"
-)
 _NO_FAULTS = (
     "a program that stalls a rank and posts `retry` to /fault_tolerance/apply of every server. "
     "vLLM 0.33.0 cannot go on without a rank that is gone, and wants a server for each rank"
@@ -144,12 +140,10 @@ ROWS: tuple[Row, ...] = (
         )
     ),
     *_rows(
-        "sglang", "http", "qwen", BASES["sglang"], "normal", "low_latency", "auto", "auto:native",
-        "auto:wrong", lacks=_NO_SGLANG,
+        "sglang", "http", "qwen", BASES["sglang"], "normal", "low_latency", "auto", "auto:graphs",
+        "auto:native", "auto:wrong",
     ),
-    *_rows(
-        "sglang", "http", "deepseek-fp8", BASES["sglang"], "auto", "auto:native", lacks=_NO_SGLANG
-    ),
+    *_rows("sglang", "http", "deepseek-fp8", BASES["sglang"], "auto", "auto:native"),
     *_rows("megatron", "training", "small", BASES["megatron"], "deepep", "deepep:wrong"),
     *_rows("torchtitan", "training", "small", BASES["torchtitan"], "deepep", "deepep:wrong"),
 )  # fmt: skip
@@ -211,8 +205,8 @@ def vllm_options(row: Row) -> dict[str, Any]:
 
 def variables(row: Row) -> dict[str, str]:
     """Environment variables of the server's processes."""
-    found = {}
-    if "native" in row.options or "auto" in row.options:
+    found = dict(_SGLANG_VARIABLES) if row.server == "sglang" else {}
+    if row.server == "vllm" and {"native", "auto"} & set(row.options):
         found["DEEP_COMM_VLLM"] = "1"
     if "auto" in row.options:
         found["DEEP_COMM_DECODE_TOKENS"] = "32"
@@ -228,9 +222,33 @@ def variables(row: Row) -> dict[str, str]:
     return found
 
 
+_SGLANG_VARIABLES = dict(
+    SGLANG_JIT_DEEPGEMM_PRECOMPILE="0",  # of all sizes, for many minutes
+    DEEP_COMM_TIMEOUT_S="300",  # ranks compile kernels between two calls
+    SGLANG_IS_FLASHINFER_AVAILABLE="false",
+)
+
+
 def sglang_flags(row: Row) -> list[str]:
-    flags = ["--tp-size", "2", "--ep-size", "2", "--attention-backend", "triton"]
-    flags += ["--mem-fraction-static", "0.3", "--context-length", "512", "--disable-radix-cache"]
+    """With DeepEP, SGLang has only DeepGEMM's kernels for experts in BF16 or FP8."""
+    options: dict[str, Any] = {
+        "tp-size": row.num_gpus, "ep-size": row.num_gpus, "dtype": "bfloat16", "random-seed": 0,
+        "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
+        "fp8-gemm-backend": "triton", "mem-fraction-static": 0.3, "context-length": 512,
+        "max-total-tokens": 1 << 15, "max-running-requests": 64,
+        # A low-latency call takes 128 tokens of a rank: half of these.
+        "chunked-prefill-size": 256,
+        "moe-runner-backend": "deep_gemm" if row.is_over_deep_comm else "triton",
+        "cuda-graph-backend-prefill": "disabled",
+    }  # fmt: skip
     if row.is_over_deep_comm:
-        flags += ["--moe-a2a-backend", "deepep", "--deepep-mode", row.backend]
-    return flags
+        options |= {"moe-a2a-backend": "deepep", "deepep-mode": row.backend}
+    if "graphs" not in row.options:
+        options["cuda-graph-backend-decode"] = "disabled"
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if "graphs" in row.options:
+        flags += ["--cuda-graph-bs-decode", "2", "4", "8", "16", "32", "64"]
+    return [
+        *flags, "--skip-tokenizer-init", "--disable-radix-cache", "--disable-custom-all-reduce",
+        "--enforce-disable-flashinfer-allreduce-fusion",
+    ]  # fmt: skip

@@ -20,11 +20,14 @@ import zipfile
 from pathlib import Path
 
 from servers import fatbin
-from servers.releases import ARCH, PYTHON, Release
+from servers.releases import ARCH, PYTHON, Release, Wheel
 
 _PIP_S = 1200
 _STRIP_S = 300
-_PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (35, 34, 31, 28, 27, 24, 17, 5))
+_PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in (35, 34, 31, 28, 27, 24, 17, 5)),
+    "manylinux2014_x86_64",
+)
 
 
 class NotFetched(Exception):
@@ -52,26 +55,34 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def wheel_of(release: Release, folder: Path) -> Path:
-    """The wheel, if it is the table's. Raises NotFetched."""
-    place = folder / "wheels" / release.name
-    found = list(place.glob("*.whl"))
-    if len(found) != 1:
-        raise NotFetched(f"{place} has no wheel of {release.pin}")
-    digest = _sha256(found[0])
-    if digest != release.sha256:
-        raise NotFetched(f"{found[0].name}: SHA-256 {digest}, not {release.sha256} of the table")
-    return found[0]
+def _found(wheel: Wheel, place: Path) -> list[Path]:
+    project, version = wheel.pin.replace("-", "_").split("==")
+    return list(place.glob(f"{project}-{version}-*.whl"))
+
+
+def wheels_of(release: Release, folder: Path) -> list[Path]:
+    """The wheels, if they are the table's. Raises NotFetched."""
+    place, paths = folder / "wheels" / release.name, []
+    for wheel in release.wheels:
+        found = _found(wheel, place)
+        if len(found) != 1:
+            raise NotFetched(f"{place} has no wheel of {wheel.pin}")
+        digest = _sha256(found[0])
+        if digest != wheel.sha256:
+            raise NotFetched(f"{found[0].name}: SHA-256 {digest}, not {wheel.sha256} of the table")
+        paths += found
+    return paths
 
 
 def fetch(release: Release, folder: Path) -> None:
-    """Downloads the wheel and installs what it needs beside torch and transformers, unless they
+    """Downloads the wheels and installs what they need beside torch and transformers, unless they
     are there. Raises NotFetched.
     """
     place = folder / "wheels" / release.name
-    if not list(place.glob("*.whl")):
-        _pip("download", "--platform", release.platform, "--dest", str(place), release.pin)
-    wheel_of(release, folder)
+    for wheel in release.wheels:
+        if not _found(wheel, place):
+            _pip("download", "--platform", wheel.platform, "--dest", str(place), wheel.pin)
+    wheels_of(release, folder)
     packages = folder / "unpacked" / release.packages_name
     listed = packages / "requirements.txt"
     if listed.exists():
@@ -86,18 +97,25 @@ def fetch(release: Release, folder: Path) -> None:
 
 
 def trim(release: Release, folder: Path) -> list[str]:
-    """Unpacks a wheel without what does not run; what became of its extension modules."""
+    """Unpacks wheels without what does not run; what became of their extension modules."""
     place, said = folder / "unpacked" / release.name, []
     shutil.rmtree(place, ignore_errors=True)
-    with zipfile.ZipFile(wheel_of(release, folder)) as wheel:
-        for info in wheel.infolist():
-            dropped = any(fnmatch.fnmatch(info.filename, one) for one in release.dropped)
-            if info.is_dir() or dropped:
-                continue
-            path = Path(wheel.extract(info, place))
-            if path.suffix == ".so":
-                arch = None if info.filename in release.idle else ARCH
-                said.append(f"{info.filename}: {trim_module(path, arch)}")
+    for path in wheels_of(release, folder):
+        with zipfile.ZipFile(path) as wheel:
+            said += _unpack(wheel, release, place)
+    return said
+
+
+def _unpack(wheel: zipfile.ZipFile, release: Release, place: Path) -> list[str]:
+    said = []
+    for info in wheel.infolist():
+        dropped = any(fnmatch.fnmatch(info.filename, one) for one in release.dropped)
+        if info.is_dir() or dropped:
+            continue
+        path = Path(wheel.extract(info, place))
+        if path.suffix == ".so":
+            arch = None if info.filename in release.idle else ARCH
+            said.append(f"{info.filename}: {trim_module(path, arch)}")
     return said
 
 

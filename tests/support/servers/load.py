@@ -1,4 +1,6 @@
-"""Completions over HTTP, as OpenAI's API has them: streamed, many at once, some aborted."""
+"""Completions over HTTP, as OpenAI's API or SGLang's /generate has them: streamed, many at once,
+some aborted.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ def prompts(vocab: int, count: int, seed: int, common: int = 0) -> list[list[int
 class Server:
     port: int
     timeout_s: float = 120.0  # of each wait for the server's next bytes
+    is_sglang: bool = False  # token ids without a tokenizer: /generate, not OpenAI's API
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,7 @@ class BadAnswer(Exception):
 
 def complete(server: Server, asked: Asked) -> Answer:
     """One completion, streamed, greedy. Raises BadAnswer, OSError."""
-    body = dict(
-        model="m", prompt=asked.ids, max_tokens=asked.tokens, temperature=0, ignore_eos=True,
-        logprobs=2, stream=True, return_token_ids=True, add_special_tokens=False,
-    )  # fmt: skip
+    path, body = _request(server, asked)
     headers = {"Content-Type": "application/json"}
     if asked.rank is not None:
         headers["X-data-parallel-rank"] = str(asked.rank)
@@ -74,7 +74,7 @@ def complete(server: Server, asked: Asked) -> Answer:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=server.timeout_s)
     began = time.perf_counter()
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
             raise BadAnswer(f"prompt {asked.prompt}: {response.status} {response.read(500)!r}")
@@ -87,7 +87,9 @@ def complete(server: Server, asked: Asked) -> Answer:
             event = json.loads(text)
             if "error" in event:
                 raise BadAnswer(f"prompt {asked.prompt}: {event['error']}")
-            for choice in event["choices"]:
+            if server.is_sglang:
+                _take_again(answer, event)
+            for choice in event.get("choices", ()):
                 _take(answer, choice)
             if answer.tokens:
                 answer.last_s = time.perf_counter() - began
@@ -100,6 +102,27 @@ def complete(server: Server, asked: Asked) -> Answer:
     if len(answer.tokens) != asked.tokens:
         raise BadAnswer(f"prompt {asked.prompt}: {len(answer.tokens)} of {asked.tokens} tokens")
     return answer
+
+
+def _request(server: Server, asked: Asked) -> tuple[str, dict[str, Any]]:
+    same: dict[str, Any] = dict(temperature=0, ignore_eos=True)
+    if server.is_sglang:
+        return "/generate", dict(
+            input_ids=asked.ids, sampling_params=same | dict(max_new_tokens=asked.tokens),
+            return_logprob=True, top_logprobs_num=2, stream=True,
+        )  # fmt: skip
+    return "/v1/completions", same | dict(
+        model="m", prompt=asked.ids, max_tokens=asked.tokens, logprobs=2, stream=True,
+        return_token_ids=True, add_special_tokens=False,
+    )  # fmt: skip
+
+
+def _take_again(answer: Answer, event: dict[str, Any]) -> None:
+    """SGLang's events have all tokens so far, and [log-probability, id, text] of each."""
+    said = event["meta_info"]
+    answer.tokens = event["output_ids"]
+    answer.logprobs = [one[0] for one in said["output_token_logprobs"]]
+    answer.margins = [best[0][0] - best[1][0] for best in said["output_top_logprobs"]]
 
 
 def _take(answer: Answer, choice: dict[str, Any]) -> None:

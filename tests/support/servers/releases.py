@@ -10,21 +10,23 @@ ARCH = 90  # Hopper
 
 
 @dataclass(frozen=True)
+class Wheel:
+    pin: str  # project==version
+    platform: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Release:
     project: str
     version: str
-    platform: str  # of its wheel
-    sha256: str  # of its wheel
+    wheels: tuple[Wheel, ...]  # unpacked into one folder
     packages: tuple[str, ...]  # packages that a machine with torch and transformers lacks
     dropped: tuple[str, ...] = ()  # patterns of paths that experts in Triton do not need
     idle: tuple[str, ...] = ()  # modules that are imported, and whose kernels do not run
     absent: tuple[str, ...] = ()  # backends of combinations.py that it does not have
-    hooks: tuple[str, ...] = ()  # of in_server/sitecustomize.py: what torch 2.11 lacks for it
+    hooks: tuple[str, ...] = ()  # of in_server/sitecustomize.py: what the machine lacks for it
     server: str = "vllm"  # whose rows it runs
-
-    @property
-    def pin(self) -> str:
-        return f"{self.project}=={self.version}"
 
     @property
     def name(self) -> str:
@@ -58,25 +60,75 @@ _VLLM_DROPPED = (
 # Attention runs in Triton too; one of FA2 and FA3 must be there for an import.
 _VLLM_IDLE = ("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",)
 
+# sgl-deep-gemm compiles its kernels when they are first called: with DeepEP, SGLang has no others.
+_SGLANG_PACKAGES = (
+    "annotated-types", "apache-tvm-ffi==0.1.11", "asttokens", "cffi", "compressed-tensors==0.17.0",
+    "decorator", "dill", "distro", "executing", "fastapi==0.136.3", "gguf", "interegular",
+    "ipython", "ipython-pygments-lexers", "jiter", "jsonschema", "jsonschema-specifications",
+    "llguidance", "loguru", "matplotlib-inline", "msgspec", "openai-harmony==0.0.4",
+    "openai==2.6.1", "orjson", "partial-json-parser", "pexpect", "prompt-toolkit", "ptyprocess",
+    "pure-eval", "pybase64", "pycparser", "pydantic", "pydantic-core", "python-multipart", "pyzmq",
+    "referencing", "rpds-py", "setproctitle", "sgl-deep-gemm==0.1.5.post1", "sniffio", "soundfile",
+    "stack-data", "starlette", "traitlets", "typing-extensions", "typing-inspection", "uvicorn",
+    "watchfiles", "wcwidth", "xgrammar==0.2.8", "zstandard",
+)  # fmt: skip
+
+# Of sglang-kernel only what Hopper loads: attention runs in Triton.
+_SGLANG_DROPPED = (
+    "*/licenses/*", "sgl_kernel/flash_ops*", "sgl_kernel/flashmla_ops*", "sgl_kernel/infllm_ops*",
+    "sgl_kernel/sm100/*", "sglang/benchmark/*", "sglang/eval/*", "sglang/multimodal_gen/*",
+    "sglang/srt/*/_core*", "sglang/test/*",
+)  # fmt: skip
+
 RELEASES = (
     Release(
-        "vllm", "0.33.0", "manylinux_2_28_x86_64",
-        "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+        "vllm", "0.33.0", (
+            Wheel(
+                "vllm==0.33.0", "manylinux_2_28_x86_64",
+                "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+            ),
+        ),
         _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, hooks=("older_nccl", "older_stream"),
     ),
     Release(
-        "vllm", "0.19.1", "manylinux_2_31_x86_64",
-        "71a87f46cafab4489c69a5c5c83b870d0235e5694d8222303d460576293dc719",
+        "vllm", "0.19.1", (
+            Wheel(
+                "vllm==0.19.1", "manylinux_2_31_x86_64",
+                "71a87f46cafab4489c69a5c5c83b870d0235e5694d8222303d460576293dc719",
+            ),
+        ),
         _VLLM_PACKAGES, _VLLM_DROPPED, _VLLM_IDLE, absent=("deepep_v2",),
     ),
     Release(
-        "megatron-core", "0.16.1", "manylinux_2_28_x86_64",
-        "3fb26cb407aa3c4b609c08664022c08146f1648b3d6f2ef2bbe9d3b1294ace61", (),
+        "sglang", "0.5.17", (
+            Wheel(
+                "sglang==0.5.17", "manylinux_2_34_x86_64",
+                "fb4cba478a5dca5ee146550b39f33add1c4e475d21ee11810b86ed1c58068093",
+            ),
+            Wheel(
+                "sglang-kernel==0.4.5", "manylinux2014_x86_64",
+                "5927a14dfff92ced8b1f7c7d5844144bc574ec58e604d4fd53e6f53c709003a8",
+            ),
+        ),
+        _SGLANG_PACKAGES, _SGLANG_DROPPED, hooks=("newer_transformers", "no_flashinfer"),
+        server="sglang",
+    ),
+    Release(
+        "megatron-core", "0.16.1", (
+            Wheel(
+                "megatron-core==0.16.1", "manylinux_2_28_x86_64",
+                "3fb26cb407aa3c4b609c08664022c08146f1648b3d6f2ef2bbe9d3b1294ace61",
+            ),
+        ), (),
         server="megatron",
     ),
     Release(
-        "torchtitan", "0.3.0", "any",
-        "5563ccf9a295b24e00a36087149e9c2d0686cecbd3972c31e67227029293af42",
+        "torchtitan", "0.3.0", (
+            Wheel(
+                "torchtitan==0.3.0", "any",
+                "5563ccf9a295b24e00a36087149e9c2d0686cecbd3972c31e67227029293af42",
+            ),
+        ),
         ("docstring-parser", "spmd-types==0.2.3", "typeguard", "typing-extensions", "tyro"),
         server="torchtitan",
     ),

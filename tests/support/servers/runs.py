@@ -82,12 +82,13 @@ def environment(row: Row, machine: Machine) -> dict[str, str]:
         TORCH_SYMM_MEM_DISABLE_MULTICAST="1", DEEP_COMM_LOG="info",
     )  # fmt: skip
     of_row = variables(row)
-    is_native = "DEEP_COMM_VLLM" in of_row
+    is_native = bool({"native", "auto"} & set(row.options))
     watch = dict(
         SERVERS_COUNTS=str(_counts(row, machine)),
         SERVERS_HOOKS=" ".join(machine.hooks),
         SERVERS_WATCH="deep_comm.buffer" if is_native else "deep_ep",
         SERVERS_ONE_GPU=str(int(machine.one_gpu)),
+        SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS=str(int(machine.one_gpu)),
     )
     return {
         **os.environ, **quiet, **off, **local, **watch, **of_row,

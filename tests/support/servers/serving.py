@@ -79,7 +79,9 @@ def served(row: Row, machine: Machine, log: Path) -> Iterator[Up]:
                 time.sleep(0.5)
         after_s = time.monotonic() - began
         try:
-            yield Up(Server(port), after_s, lambda: runs.end(process))
+            yield Up(
+                Server(port, is_sglang=row.server == "sglang"), after_s, lambda: runs.end(process)
+            )
         except (load.BadAnswer, OSError) as error:
             raise Failed(f"{type(error).__name__}: {error}\n{runs.tail(log)}") from error
 

@@ -3,21 +3,24 @@
 SERVERS_WATCH=MODULE: count calls of the Buffers of deep_ep, or of deep_comm.buffer for native
 adapters; SERVERS_COUNTS is the folder for one JSON file per process. SERVERS_WRONG=1: each token is
 sent to the expert half a turn further, the negative control. SERVERS_HOOKS: names of functions
-below that bridge what an older torch lacks. SERVERS_NCCL: the version that vLLM is told.
-SERVERS_ONE_GPU=1: all ranks have the same GPU, which NCCL refuses; what vLLM does over NCCL goes
-through the host.
+below that bridge what a release expects to be older, newer or there. SERVERS_NCCL: the version that vLLM is told.
+SERVERS_ONE_GPU=1: all ranks have the same GPU, which NCCL refuses; what a server does over NCCL
+goes through the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import inspect
 import json
 import os
 import sys
 import threading
+import types
 from pathlib import Path
 
 METHODS = (
@@ -89,6 +92,33 @@ def older_stream(module) -> None:
     )
 
 
+def newer_transformers(module) -> None:
+    """Names that SGLang 0.5.17 registers are transformers' own by now."""
+    register = module.AutoConfig.register
+    module.AutoConfig.register = staticmethod(
+        lambda model_type, config, exist_ok=False: register(model_type, config, exist_ok=True)
+    )
+
+
+def no_flashinfer(module) -> None:
+    """What SGLang imports from FlashInfer in any case. None of it runs with other backends."""
+    if importlib.util.find_spec("flashinfer") is not None:
+        return
+
+    def lacking(*arguments, **options):
+        raise NotImplementedError("FlashInfer is not here")
+
+    names = {
+        "flashinfer": ("bmm_fp8",),
+        "flashinfer.prefill": ("cudnn_batch_prefill_with_kv_cache",),
+        "flashinfer.sampling": ("min_p_sampling_from_probs", "top_k_top_p_sampling_from_probs"),
+    }
+    for name, lacked in names.items():
+        stand_in = sys.modules[name] = types.ModuleType(name)
+        stand_in.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(stand_in).update(dict.fromkeys(lacked, lacking))
+
+
 def nccl_version(module) -> None:
     module._get_runtime_nccl_version = lambda: int(os.environ["SERVERS_NCCL"])
 
@@ -158,7 +188,30 @@ def first_gpu_of_engine(module) -> None:
     module.get_physical_gpu_ids_for_local_dp_rank = lambda *arguments, **options: [0]
 
 
+def sglang_without_pynccl(module) -> None:
+    """As if there were no NCCL: then torch's process groups do all, outside of CUDA graphs."""
+
+    def no_library(*arguments):
+        raise OSError("ranks share a GPU")
+
+    module.NCCLLibrary = no_library
+
+
+def sglang_over_host(module) -> None:
+    import host_copies  # noqa: F401  registers it
+
+    module.get_default_distributed_backend = lambda device: "host_copies"
+
+
+def sglang_first_gpu(module) -> None:
+    """SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS=1 says the same to its process groups."""
+    module.maybe_reindex_device_id = lambda gpu_id: contextlib.nullcontext(0)
+
+
 ONE_GPU = {
+    "sglang.srt.distributed.device_communicators.pynccl": sglang_without_pynccl,
+    "sglang.srt.distributed.parallel_state": sglang_over_host,
+    "sglang.srt.utils.common": sglang_first_gpu,
     "vllm.distributed.device_communicators.pynccl": pynccl_over_host,
     "vllm.platforms.cuda": gloo_groups,
     "vllm.config.parallel": first_gpu_of_worker,
@@ -166,6 +219,10 @@ ONE_GPU = {
 }
 
 BRIDGES = {
+    "newer_transformers": (
+        "transformers.models.auto.configuration_auto", newer_transformers,
+    ),
+    "no_flashinfer": ("sglang.srt.environ", no_flashinfer),
     "older_nccl": ("vllm.distributed.device_communicators.pynccl_wrapper", older_nccl),
     "older_stream": (
         "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe", older_stream,
