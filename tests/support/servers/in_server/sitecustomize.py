@@ -3,9 +3,9 @@
 SERVERS_WATCH=MODULE: count calls of the Buffers of deep_ep, or of deep_comm.buffer for native
 adapters; SERVERS_COUNTS is the folder for one JSON file per process. SERVERS_WRONG=1: each token is
 sent to the expert half a turn further, the negative control. SERVERS_HOOKS: names of functions
-below that bridge what a release expects to be older, newer or there. SERVERS_NCCL: the version that vLLM is told.
-SERVERS_ONE_GPU=1: all ranks have the same GPU, which NCCL refuses; what a server does over NCCL
-goes through the host.
+below that bridge what a release expects to be older, newer or there. SERVERS_NCCL: the version that
+vLLM is told. SERVERS_ONE_GPU=1: all ranks have the same GPU, which NCCL refuses; what a server does
+over NCCL goes through the host.
 """
 
 from __future__ import annotations
