@@ -62,9 +62,9 @@ def test_a_row_must_have_learned_called_deep_comm_and_have_a_base() -> None:
 
 
 def test_each_server_has_its_newest_release() -> None:
-    found = releases_for(["vllm", "megatron", "sglang"])
+    found = releases_for(["vllm", "megatron", "sglang", "another"])
     assert {server: one.name for server, one in found.items()} == {
-        "vllm": "vllm-0.33.0", "megatron": "megatron-core-0.16.1",
+        "vllm": "vllm-0.33.0", "megatron": "megatron-core-0.16.1", "sglang": "sglang-0.5.17",
     }  # fmt: skip
 
 
