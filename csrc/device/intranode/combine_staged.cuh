@@ -256,7 +256,7 @@ class ChunkSender {
   // Of the row that is stored next: begin loads the first row's, store_row the next row's. After
   // the last row they are of some row, and nobody writes them.
   RowWeights weights_;
-  uint32_t ends_ = 0;   // lane i: stores up to the end of the last chunk whose index is i modulo 32
+  uint32_t ends_ = 0;  // lane i: stores up to the end of the last chunk whose index is i modulo 32
   uint32_t num_landed_ = 0;
   bool has_failed_ = false;
 };

@@ -19,7 +19,7 @@ ELSEWHERE = {
     "sglang": "a server and its model",
     "vllm serve": "a server and its model",
     "tools/released_adapters": "files from PyPI; test_released.py has the tool's words",
-    "tools/servers": "released servers and two GPUs; test_servers.py tests its parts",
+    "tools/servers": "released servers and two GPUs; test_servers_*.py test its parts",
     "tools/rival_tests": "DeepEP's tests, by git; test_rival.py tests what it relies on",
     "DEEP_COMM_FIND_RACES": "a build; test_simt_races.py runs fewer schedules in it",
     "tools/mutate": "minutes on 32 cores; test_mutate.py",

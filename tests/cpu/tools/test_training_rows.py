@@ -83,7 +83,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_released_trainer_trains_over_deep_comm_as_over_its_own_all_to_all(
     server: str, folder: Path
 ) -> None:
-    """Unmodified, on two processes of the host target."""
+    """As released, on two processes of the host target, with stand-ins for what is CUDA's."""
     release = releases_for([server])[server]
     try:
         fetch.fetch(release, folder)

@@ -1,7 +1,7 @@
 """Released servers and trainers with a small model, over deep_comm and over NCCL: the same tokens,
 the same losses?
 
-Run by tools/servers on machines with two GPUs; tests/cpu/tools/test_servers.py tests what needs
+Run by tools/servers on machines with two GPUs; tests/cpu/tools/test_servers_*.py tests what needs
 none. Not collected by pytest.
 
     releases.py      which releases, their hashes, what a trimmed one is made of

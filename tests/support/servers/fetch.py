@@ -100,10 +100,19 @@ def trim(release: Release, folder: Path) -> list[str]:
     """Unpacks wheels without what does not run; what became of their extension modules."""
     place, said = folder / "unpacked" / release.name, []
     shutil.rmtree(place, ignore_errors=True)
+    part = _part_of(place)
     for path in wheels_of(release, folder):
         with zipfile.ZipFile(path) as wheel:
-            said += _unpack(wheel, release, place)
+            said += _unpack(wheel, release, part)
+    part.rename(place)
     return said
+
+
+def _part_of(place: Path) -> Path:
+    """Where a folder is made before it has its name; empty."""
+    part = place.with_name(f"{place.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    return part
 
 
 def _unpack(wheel: zipfile.ZipFile, release: Release, place: Path) -> list[str]:
@@ -164,8 +173,10 @@ def unpacked(release: Release, folder: Path) -> tuple[str, str]:
         if not place.is_dir():
             if not archive.exists():
                 raise NotFetched(f"{folder} has neither unpacked/{name} nor parts/{archive.name}")
+            part = _part_of(place)
             with tarfile.open(archive) as packed:
-                packed.extractall(place.with_suffix(".part"), filter="data")
-            (place.with_suffix(".part") / name).rename(place)
+                packed.extractall(part, filter="data")
+            (part / name).rename(place)
+            part.rmdir()
         places.append(str(place))
     return places[0], places[1]

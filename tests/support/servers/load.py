@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from servers.models import token_of
+
 _LENGTHS = (1, 2, 3, 17, 31, 64, 100, 129, 200, 7, 50, 90)
 # Student's t for 95 % of n measurements, n = 2 to 10.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -128,8 +130,8 @@ def _take_again(answer: Answer, event: dict[str, Any]) -> None:
 def _take(answer: Answer, choice: dict[str, Any]) -> None:
     said = choice.get("logprobs") or {}
     ids = choice.get("token_ids")
-    if ids is None:  # models.write_tokenizer has a word for each id
-        ids = [int(word.strip().removeprefix("w")) for word in said.get("tokens", ())]
+    if ids is None:
+        ids = [token_of(word.strip()) for word in said.get("tokens", ())]
     answer.tokens += ids
     answer.logprobs += said.get("token_logprobs", ())
     for best in said.get("top_logprobs") or ():

@@ -272,8 +272,16 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, data.view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
 
+_SPECIAL = {"<unk>": 0, "<s>": 1, "</s>": 2}
+
+
+def token_of(word: str) -> int:
+    """Of the tokenizer that write_tokenizer writes."""
+    return _SPECIAL[word] if word in _SPECIAL else int(word.removeprefix("w"))
+
+
 def write_tokenizer(folder: Path, vocab: int) -> None:
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, vocab)}
+    words = _SPECIAL | {f"w{index}": index for index in range(len(_SPECIAL), vocab)}
     tokenizer = dict(
         version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None,
         pre_tokenizer=dict(type="WhitespaceSplit"), post_processor=None, decoder=None,

@@ -213,6 +213,12 @@ def built(logs: Sequence[Path]) -> list[str]:
     ]  # fmt: skip
 
 
+def has_run(row: Row, machine: Machine) -> bool:
+    """Whether an earlier run left a result, which a skipped one must not replace."""
+    path = machine.out / f"{file_name(row)}.json"
+    return path.exists() and "skipped" not in json.loads(path.read_text())
+
+
 def keep(row: Row, machine: Machine, result: dict[str, Any]) -> None:
     path = machine.out / f"{file_name(row)}.json"
     path.write_text(json.dumps(dict(name=row.name, **result)))

@@ -114,7 +114,7 @@ def killed(row: Row, machine: Machine, log: Path) -> None:
     before = Left.now()
     with served(row, machine, log) as up:
         ids = load.prompts(MODELS[row.model].vocab, _AT_ONCE, 2)
-        load.complete(up.server, Asked(0, ids[0], 1, 0))  # it serves
+        load.complete(up.server, Asked(0, ids[0], 2, 0))  # it serves
         wanted = [Asked(i, one, 200, i % row.num_gpus) for i, one in enumerate(ids)]
         loaded = threading.Thread(target=_ask_in_vain, args=(up.server, wanted))
         loaded.start()

@@ -1,0 +1,178 @@
+"""A row's processes: their limits, and what they leave behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from server_stand_ins import (
+    BY_NAME,
+    ROOT,
+    machine_at,
+)
+from servers import compare, offline, runs, serving
+from servers.combinations import BASE
+
+
+def test_a_process_ends_when_its_time_is_up_and_its_log_is_shown(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    command = runs.python("-uc", "print('so far'); import time; time.sleep(100)")
+    with pytest.raises(runs.Failed, match=r"\[124\].*\n.*\nso far"):
+        runs.run_to_end([(command, dict(os.environ), log)], 1.5)
+
+
+def test_one_process_that_fails_ends_the_others(tmp_path: Path) -> None:
+    began = time.monotonic()
+    commands = [
+        (runs.python("-c", code), dict(os.environ), tmp_path / f"{index}.log")
+        for index, code in enumerate(("import time; time.sleep(100)", "raise SystemExit(3)"))
+    ]
+    with pytest.raises(runs.Failed, match="None, 3"):
+        runs.run_to_end(commands, 60)
+    assert time.monotonic() - began < 30
+
+
+RANKS = """
+import sys, deep_comm
+from deep_comm import processes
+
+def serve(group):
+    buffer = deep_comm.Buffer(group, 1 << 20, device="cpu")
+    print("up", flush=True)
+    while True:
+        buffer.barrier()
+
+if __name__ == "__main__":
+    processes.run(serve, 2, timeout_s=100)
+"""
+
+
+def test_ranks_that_are_killed_in_the_middle_of_calls_leave_no_shared_memory(
+    tmp_path: Path,
+) -> None:
+    program, log = tmp_path / "ranks.py", tmp_path / "ranks.log"
+    program.write_text(RANKS)
+    env = {**os.environ, "DEEP_COMM_LOG": "info"}
+    for _ in range(2):  # and start again at once
+        before = runs.Left.now()
+        with runs.started(runs.python(str(program)), env, log, 60) as process:
+            while log.read_text().count("up") < 2:
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+            time.sleep(0.2)
+            runs.end(process)
+        before.require_nothing_more(limit_s=10)
+    assert len(runs.built([log])) == 2  # the line of each Buffer
+
+
+def test_calls_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    row, machine = BY_NAME["vllm/offline/qwen/deepep_low_latency"], machine_at(tmp_path)
+    folder = Path(runs.environment(row, machine)["SERVERS_COUNTS"])
+    folder.mkdir(parents=True)
+    (folder / "1.json").write_text(json.dumps(dict(file="x", counts={"Buffer.dispatch": 1})))
+    assert len(runs.counted(row, machine)) == 1
+    runs.forget_counts(row, machine)
+    assert runs.counted(row, machine) == []
+
+
+def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "SHARED_MEMORY", tmp_path)
+    before = runs.Left.now()
+    (tmp_path / "deep_comm.0.1.2").touch()
+    (tmp_path / "another").touch()
+    with pytest.raises(runs.Failed, match=r"\['deep_comm.0.1.2'\]"):
+        before.require_nothing_more(limit_s=0.1)
+
+
+SERVER = """
+import sys
+sys.path[:0] = {paths!r}
+import server_stand_ins
+port = int(sys.argv[sys.argv.index("--port") + 1])
+server_stand_ins.server_at(port).serve_forever()
+"""
+
+
+def test_a_row_starts_its_server_kills_it_starts_it_again_and_asks_it(tmp_path: Path) -> None:
+    """With a server of a few lines in vLLM's place."""
+    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    paths = [str(ROOT / "tests" / "support")]
+    (package / "main.py").write_text(SERVER.format(paths=paths))
+    machine = dataclasses.replace(machine_at(tmp_path, limit_s=60), paths=(str(tmp_path),))
+    row = BY_NAME["vllm/http/qwen/deepep_low_latency:graphs:kill"]
+    result = serving.run(row, machine)
+    assert result["aborted"] == 8 and result["facts"]["start_s"] < 60
+    runs.keep(row, machine, result)
+    (line,) = compare.lines(machine.out, [row])
+    assert line.is_good is False and line.text == "deep_comm was not called"
+
+
+ENGINE = """
+import os, torch
+from types import SimpleNamespace
+
+__version__ = "0"
+torch.cuda.get_device_name = lambda: "none"
+SamplingParams = SimpleNamespace
+
+class LLM:
+    def __init__(self, **options):
+        assert options["all2all_backend"] and options["data_parallel_size"] == 2
+        assert os.environ["WORLD_SIZE"] == "2"
+
+    def generate(self, prompts, sampling):
+        outputs = []
+        for prompt in prompts:
+            first = sum(prompt["prompt_token_ids"])
+            ids = [first + step for step in range(sampling.max_tokens)]
+            said = [{one: SimpleNamespace(logprob=-1.0), 0: SimpleNamespace(logprob=-1.5)}
+                    for one in ids]
+            made = SimpleNamespace(token_ids=ids, logprobs=said)
+            outputs.append(SimpleNamespace(outputs=[made]))
+        return outputs
+"""
+
+
+def test_ranks_of_an_engine_get_their_prompts_and_give_their_tokens(tmp_path: Path) -> None:
+    """With an engine of a few lines in vLLM's place."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(ENGINE)
+    machine = dataclasses.replace(machine_at(tmp_path, limit_s=100), paths=(str(tmp_path),))
+    row = BY_NAME[f"vllm/offline/qwen/{BASE}:prefix"]
+    result = offline.run(row, machine)
+    assert [one["ids"] for one in result["rows"]] == offline.prompts_of(row)
+    for one in result["rows"]:
+        assert one["tokens"] == list(range(sum(one["ids"]), sum(one["ids"]) + 24))
+        assert one["logprobs"] == [-1.0] * 24 and one["margins"] == [0.5] * 24
+    assert result["facts"]["server"] == "vllm 0" and result["calls"] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "is_good"),
+    [
+        ("raise __import__('deep_comm').errors.ArgumentError('sizes', 1, 'too small')", True),
+        ("raise SystemExit(1)", False),
+        ("import time; time.sleep(100)", False),
+    ],
+)
+def test_a_server_that_cannot_work_must_end_with_our_message(
+    code: str, is_good: bool, tmp_path: Path
+) -> None:
+    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(code)
+    limit_s = 5 if "sleep" in code else 60
+    machine = dataclasses.replace(machine_at(tmp_path, limit_s=limit_s), paths=(str(tmp_path),))
+    row = BY_NAME["vllm/http/qwen/deepep_high_throughput:refused"]
+    if not is_good:
+        with pytest.raises(runs.Failed, match="no error of deep_comm"):
+            serving.run(row, machine)
+        return
+    result = serving.run(row, machine)
+    assert compare.judge(row, result, None)[0]
+    assert result["said"].startswith("deep_comm.errors.ArgumentError: ")
