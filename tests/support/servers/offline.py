@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from free_port import free_port
-
 from servers import load, runs
 from servers.combinations import Row, vllm_options
 from servers.models import MODELS, write_dequantised
@@ -49,23 +47,10 @@ def jobs(row: Row, machine: Machine) -> list[dict[str, Any]]:
 
 def run(row: Row, machine: Machine) -> dict[str, Any]:
     """Tokens of all ranks. Raises Failed."""
-    port, commands = free_port(), []
-    described = jobs(row, machine)
-    for rank, job in enumerate(described):
-        Path(job["result"]).unlink(missing_ok=True)
-        path = machine.out / f"{runs.file_name(row)}.rank{rank}.job"
-        path.write_text(json.dumps(job))
-        env = runs.environment(row, machine) | dict(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(row.num_gpus),
-            LOCAL_WORLD_SIZE=str(row.num_gpus), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        )  # fmt: skip
-        command = runs.python(str(runs.IN_SERVER / "rank.py"), str(path))
-        commands.append((command, env, path.with_suffix(".log")))
-    runs.run_to_end(commands, machine.limit_s)
-    results = [json.loads(Path(job["result"]).read_text()) for job in described]
+    results, logs = runs.run_ranks(
+        row, machine, "rank.py", jobs(row, machine), VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )
     rows = sorted((one for result in results for one in result["rows"]), key=lambda x: x["prompt"])
-    logs = [log for _, _, log in commands]
     return dict(
         facts=results[0]["facts"], rows=rows, calls=runs.counted(row, machine),
         built=runs.built(logs), rearranged=rearranged(logs),

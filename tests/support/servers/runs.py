@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from free_port import free_port
 
 from servers.combinations import Row, variables
 from servers.models import MODELS, write_model
@@ -144,6 +145,27 @@ def run_to_end(
     if any(codes):
         logs = "\n".join(tail(log) for _, _, log in commands)
         raise Failed(f"processes ended with {codes} ({TIME_IS_UP}: the time was up)\n{logs}")
+
+
+def run_ranks(
+    row: Row, machine: Machine, program: str, jobs: Sequence[dict[str, Any]], **more: str
+) -> tuple[list[dict[str, Any]], list[Path]]:
+    """Run a program of in_server/ once per job, each a rank; what they wrote to their ``result``,
+    and their logs. ``more``: environment variables. Raises Failed.
+    """
+    port, commands, results = free_port(), [], [Path(job["result"]) for job in jobs]
+    for rank, (job, result) in enumerate(zip(jobs, results, strict=True)):
+        result.unlink(missing_ok=True)
+        path = result.with_suffix(".job")
+        path.write_text(json.dumps(job))
+        env = environment(row, machine) | dict(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(jobs)),
+            LOCAL_WORLD_SIZE=str(len(jobs)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **more,
+        )  # fmt: skip
+        command = python(str(IN_SERVER / program), str(path))
+        commands.append((command, env, path.with_suffix(".log")))
+    run_to_end(commands, machine.limit_s)
+    return [json.loads(path.read_text()) for path in results], [log for _, _, log in commands]
 
 
 # ---- what they leave -----------------------------------------------------------------------------

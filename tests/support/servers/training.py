@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
-
-from free_port import free_port
 
 from servers import runs
 from servers.combinations import Row
@@ -30,26 +26,14 @@ def job(row: Row, machine: Machine, rank: int) -> dict[str, Any]:
 
 def run(row: Row, machine: Machine) -> dict[str, Any]:
     """Losses and norms of gradients of all ranks, by step. Raises Failed."""
-    port, commands, results = free_port(), [], []
-    for rank in range(row.num_gpus):
-        described = job(row, machine, rank)
-        results.append(Path(described["result"]))
-        results[-1].unlink(missing_ok=True)
-        path = results[-1].with_suffix(".job")
-        path.write_text(json.dumps(described))
-        env = runs.environment(row, machine) | dict(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(row.num_gpus),
-            LOCAL_WORLD_SIZE=str(row.num_gpus), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-            CUBLAS_WORKSPACE_CONFIG=":4096:8", TORCH_COMPILE_DISABLE="1",
-        )  # fmt: skip
-        if machine.device == "cpu":
-            env["DEEP_COMM_DEVICE"] = "cpu"
-        program = runs.IN_SERVER / f"{row.server}_rank.py"
-        commands.append((runs.python(str(program), str(path)), env, path.with_suffix(".log")))
-    runs.run_to_end(commands, machine.limit_s)
-    said = [json.loads(path.read_text()) for path in results]
+    of_host = dict(DEEP_COMM_DEVICE="cpu") if machine.device == "cpu" else {}
+    said, logs = runs.run_ranks(
+        row, machine, f"{row.server}_rank.py",
+        [job(row, machine, rank) for rank in range(row.num_gpus)],
+        CUBLAS_WORKSPACE_CONFIG=":4096:8", TORCH_COMPILE_DISABLE="1", **of_host,
+    )  # fmt: skip
     return dict(
         facts=said[0]["facts"], losses=[one["losses"] for one in said],
         norms=[one["norms"] for one in said], calls=runs.counted(row, machine),
-        built=runs.built([log for _, _, log in commands]),
+        built=runs.built(logs),
     )  # fmt: skip
