@@ -94,7 +94,7 @@ class NormalCalls:
     ) -> Call:
         combine, config = self._buffer.combine, self._config
         if biases:
-            return lambda idx: combine(xs[idx], handle, bias=biases[idx], config=config)
+            return lambda idx: combine(xs[idx], handle, bias=biases[idx], config=config, **options)
         return lambda idx: combine(xs[idx], handle, config=config, **options)
 
     def _pair(self, name: str) -> Call:

@@ -13,7 +13,7 @@ from server_stand_ins import (
     TOOL,
     machine_at,
 )
-from servers import combinations, models, offline, serving
+from servers import combinations, models, offline, runs, serving
 from servers.combinations import BASE, COMPARED, OPTIONS, ROWS
 
 
@@ -105,6 +105,13 @@ def test_the_list_says_what_rows_lack() -> None:
     assert sum("needs" in line for line in lines) == sum(bool(row.lacks) for row in ROWS)
 
 
+def run_without_gpus(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TOOL, "run", str(folder), *arguments], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "row, flags, needs",
     [
@@ -118,11 +125,21 @@ def test_the_list_says_what_rows_lack() -> None:
 def test_a_machine_without_gpus_runs_nothing_and_says_so(
     row: str, flags: list[str], needs: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [*TOOL, "run", str(tmp_path), row, *flags], capture_output=True, text=True,
-        timeout=120, env={**os.environ, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    done = run_without_gpus(tmp_path, row, *flags)
     if "0 good, 0 bad" not in done.stdout:
         pytest.skip("this machine has GPUs")
     assert done.returncode == 1 and f"needs {needs}" in done.stdout
     assert f"needs {needs}" in (tmp_path / "runs" / "table.md").read_text()
+
+
+def test_an_earlier_result_stays_and_does_not_make_a_run_good(tmp_path: Path) -> None:
+    row = BY_NAME[f"vllm/offline/qwen/{BASE}"]
+    (tmp_path / "runs").mkdir()
+    path = tmp_path / "runs" / f"{runs.file_name(row)}.json"
+    kept = dict(name=row.name, rows=[], built=[], calls=[], reference=dict(equal=20))
+    path.write_text(json.dumps(kept))
+    done = run_without_gpus(tmp_path, row.name, "--installed")
+    if "not run again" not in done.stdout:
+        pytest.skip("this machine has GPUs")
+    assert json.loads(path.read_text()) == kept
+    assert "1 good, 0 bad" in done.stdout and done.returncode == 1

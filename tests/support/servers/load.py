@@ -155,9 +155,6 @@ class Figure:
     mean: float
     half_width: float
 
-    def __str__(self) -> str:
-        return f"{self.mean:.4g} ± {self.half_width:.2g}"
-
 
 def figure(values: Sequence[float]) -> Figure:
     """Raises ValueError unless there are 2 to 10 values."""
