@@ -36,9 +36,11 @@ def _hollow(name):
 
 @contextlib.contextmanager
 def bridge(device):
-    """What its modules import, and do not use here: of a newer torch, and Triton on the host."""
+    """What its modules ask for, and do not use here: of a newer torch, and Triton on the host."""
     if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
         torch.distributed.fsdp.DataParallelMeshDims = object
+    if not hasattr(torch.compiler, "_is_non_strict_tracing"):
+        torch.compiler._is_non_strict_tracing = lambda: False
     kind = mock.patch.object(torch._utils, "_get_available_device_type", lambda: device.type)
     with kind:
         if importlib.util.find_spec("triton") is None:
