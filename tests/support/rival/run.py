@@ -19,8 +19,9 @@ from deep_comm.compat.installer import NAME, SITE
 from rival.files import V2, files_of
 from rival.parts import Part
 
-_ON_HOST = Path(__file__).resolve().parent / "on_host"
-_SUPPORT = _ON_HOST.parents[1]
+_HERE = Path(__file__).resolve().parent
+# Folders with a sitecustomize.py, by device. With a GPU for each rank nothing is put in place.
+_IN_TEST = {"cpu": _HERE / "on_host", "one-gpu": _HERE / "on_one_gpu"}
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def _command(part: Part, folder: Path, device: str, num_ranks: int) -> list[str]
 
 def _variables(part: Part, site: Path, device: str, node: int, port: int) -> dict[str, str]:
     paths = [str(site)]
-    if device == "cpu":
-        paths = [str(_ON_HOST), *paths]
+    if device in _IN_TEST:
+        paths = [str(_IN_TEST[device]), *paths, str(_HERE.parent)]
     before = os.environ.get("PYTHONPATH")
     variables = {
         **os.environ,

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from rival import over_host  # noqa: F401  puts gloo in NCCL's place
 from torch.overrides import TorchFunctionMode
 
 
@@ -95,28 +95,6 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             vars(module).update(bench=_once, bench_kineto=_once_per_kernel)
 
 
-def _init_process_group(backend: str = "", device_id: Any = None, **options: Any) -> None:
-    _real_init("gloo", **options)
-
-
-# What gloo has less than NCCL: shapes that differ, and payloads of few bits.
-def _all_gather_into_tensor(output: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
-    _real_all_gather(output.view(-1), x.contiguous().view(-1), **options)
-
-
-def _all_to_all_single(output: torch.Tensor, x: torch.Tensor, *splits: Any, **options: Any) -> None:
-    def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.dim() == 1 else tensor.view(torch.uint8)
-
-    _real_all_to_all(as_bytes(output), as_bytes(x.contiguous()), *splits, **options)
-
-
-_real_init = dist.init_process_group
-_real_all_gather = dist.all_gather_into_tensor
-_real_all_to_all = dist.all_to_all_single
-dist.init_process_group = _init_process_group
-dist.all_gather_into_tensor = _all_gather_into_tensor
-dist.all_to_all_single = _all_to_all_single
 torch.set_default_device = lambda device: None
 torch.cuda.set_device = lambda device: None
 torch.cuda.synchronize = lambda device=None: None
