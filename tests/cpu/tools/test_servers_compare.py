@@ -77,15 +77,16 @@ def test_the_table_says_of_each_row_what_became_of_it(tmp_path: Path) -> None:
     bad = answered([1, 7, 3])
     dense, another = (dict(reference=dict(equal=20 - n, wrong=n)) for n in (1, 2))
     keep(tmp_path, f"{front}/{BASE}", rows=[base], built=[], calls=[], **dense)
-    names = [f"{front}/deepep_high_throughput{end}" for end in ("", ":native", ":dbo", ":wrong")]
+    names = [f"{front}/deepep_high_throughput{end}" for end in ("", ":auto", ":native", ":wrong")]
     keep(tmp_path, names[0], rows=[good], **OVER, **dense)
     keep(tmp_path, names[1], rows=[good], built=[], calls=[], **dense)
     keep(tmp_path, names[2], rows=[bad], **OVER, **dense)
     keep(tmp_path, names[3], rows=[bad], **OVER, **another)
-    low = [f"{front}/deepep_low_latency{end}" for end in (":wrong", ":graphs", ":dbo", ":chunked")]
+    ends = (":wrong", ":graphs", ":graphs:eplb", ":chunked")
+    low = [f"{front}/deepep_low_latency{end}" for end in ends]
     keep(tmp_path, low[0], rows=[bad], **OVER, **dense)
     keep(tmp_path, low[1], rows=[bad], **OVER, **dense)
-    keep(tmp_path, low[2], rows=[good], **OVER, **another)
+    keep(tmp_path, low[2], rows=[good], rearranged=2, **OVER, **another)
     keep(tmp_path, low[3], rows=[good], **OVER)
     keep(tmp_path, f"{front}/deepep_low_latency", failure="no server\nits log")
     keep(tmp_path, "vllm/http/qwen/deepep_high_throughput:gpus4", skipped="4 GPUs")
@@ -99,8 +100,8 @@ def test_the_table_says_of_each_row_what_became_of_it(tmp_path: Path) -> None:
     assert found[low[3]].text == "not compared with the dense model"
     assert found[f"{front}/deepep_low_latency"].text == "failed: no server"
     assert found["vllm/http/qwen/deepep_high_throughput:gpus4"].is_good is None
-    faults = "vllm/offline/qwen/deepep_low_latency:graphs:faults"
-    assert "a program that stalls a rank" in found[faults].text
+    lacking = "vllm/figures/large/deepep_low_latency:graphs:deep_ep"
+    assert "DeepEP V1 built" in found[lacking].text
     text = compare.table(list(found.values()))
     assert text.count("\n") == len(ROWS) + 2 and "| BAD | deep_comm was not called |" in text
 
@@ -108,7 +109,7 @@ def test_the_table_says_of_each_row_what_became_of_it(tmp_path: Path) -> None:
 def test_what_cannot_be_judged_is_not_good(tmp_path: Path) -> None:
     """A control without tokens, a base that was skipped, a rank that did not call, NaN."""
     front, dense = "vllm/offline/qwen", dict(reference=dict(equal=20))
-    names = [f"{front}/deepep_low_latency{end}" for end in (":wrong", "", ":dbo", ":chunked")]
+    names = [f"{front}/deepep_low_latency{end}" for end in (":wrong", "", ":native", ":chunked")]
     keep(tmp_path, f"{front}/{BASE}", skipped="2 GPUs")
     keep(tmp_path, names[0], rows=[], **OVER, reference=dict(missing=1))
     keep(tmp_path, names[1], rows=[answered([1])], **OVER, **dense)
@@ -118,6 +119,23 @@ def test_what_cannot_be_judged_is_not_good(tmp_path: Path) -> None:
     assert [line.is_good for line in found] == [False] * 4
     assert found[1].text.startswith("its base has no result")
     assert found[2].text == "deep_comm was not called"
+
+
+def test_an_option_that_did_nothing_makes_a_row_bad(tmp_path: Path) -> None:
+    front, rows = "vllm/offline/qwen", [answered([1, 2, 3])]
+    for base in ("even", "prefix"):
+        keep(tmp_path, f"{front}/{BASE}:{base}", rows=rows, cached=1)
+    had = dict(rows=rows, reference=dict(equal=20), **OVER)
+    for name, done, nothing, why in (
+        ("dbo:even", dict(steps=dict(split=2, whole=1)), dict(steps={}), "no step was split"),
+        ("prefix", dict(cached=64), dict(cached=0), "no prefix was found in the cache"),
+    ):
+        row = BY_NAME[f"{front}/deepep_high_throughput:{name}"]
+        keep(tmp_path, row.name, **had, **done)
+        (line,) = compare.lines(tmp_path, [row])
+        assert line.is_good and ("'split': 2" in line.text) == ("dbo" in name)
+        keep(tmp_path, row.name, **had, **nothing)
+        assert compare.lines(tmp_path, [row])[0].text == why
 
 
 def test_moves_of_experts_are_counted_but_not_those_of_a_profile(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ def test_whatever_is_compared_has_a_negative_control() -> None:
 def test_rows_are_chosen_by_name_or_beginning_with_their_bases_first() -> None:
     chosen = combinations.rows_named(["vllm/offline/deepseek/deepep_low_latency:graphs:native"])
     assert [row.backend for row in chosen] == [BASE, "deepep_low_latency"]
+    (alone,) = combinations.rows_named(["vllm/offline/deepseek/deepep_low_latency:graphs:native"], False)
+    assert alone == chosen[1]
     chosen = combinations.rows_named(["vllm/offline/qwen/deepep_high_throughput:chunked", "sglang"])
     assert chosen[0].name == f"vllm/offline/qwen/{BASE}"
     assert {row.server for row in chosen[2:]} == {"sglang"}
@@ -77,6 +79,9 @@ def test_sglang_has_deep_gemms_kernels_with_deep_ep_and_tritons_without() -> Non
     assert int(low["--chunked-prefill-size"]) // 2 <= 128
     assert base["--cuda-graph-backend-decode"] == low["--cuda-graph-backend-decode"] == "disabled"
     assert "--cuda-graph-backend-decode" not in graphs and "--cuda-graph-bs-decode" in graphs
+    # With attention of each rank's own there is nothing for NCCL within a graph.
+    assert "--enable-dp-attention" in graphs and graphs["--dp-size"] == "2"
+    assert "--enable-dp-lm-head" in graphs and "--enable-dp-attention" not in low
     assert "--skip-tokenizer-init" in base  # /generate takes and returns ids
     control = combinations.variables(BY_NAME["sglang/http/qwen/auto:wrong"])
     assert control["SERVERS_WRONG"] == "1" and control["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] == "0"
@@ -93,6 +98,11 @@ def test_a_rank_without_work_has_one_prompt_of_one_token(tmp_path: Path) -> None
         "prompts"
     ]
     assert len(first["ids"]) == 1
+    (first, second) = offline.jobs(
+        BY_NAME["vllm/offline/qwen/deepep_high_throughput:dbo:even"], machine
+    )  # with dual-batch overlap: the same steps on both ranks, of which each can be halved
+    lengths = [[len(one["ids"]) for one in job["prompts"]] for job in (first, second)]
+    assert lengths[0] == lengths[1] and len(lengths[0]) == 12
     twice = offline.jobs(BY_NAME[f"vllm/offline/qwen/{BASE}:prefix"], machine)[0]
     assert twice["rounds"] == 2
     assert len({tuple(prompt["ids"][:64]) for prompt in twice["prompts"]}) == 1
@@ -119,7 +129,7 @@ def run_without_gpus(folder: Path, *arguments: str) -> subprocess.CompletedProce
         (f"vllm/offline/qwen/{BASE}", ["--installed", "--one-gpu"], "a GPU"),
         (f"vllm/figures/large/{BASE}:graphs", ["--installed", "--one-gpu"], "2 GPUs"),
         ("sglang/http/qwen/none", ["--one-gpu"], "a GPU"),
-        ("sglang/http/qwen/auto:graphs", ["--installed", "--one-gpu"], "2 GPUs"),
+        ("sglang/http/qwen/auto:graphs", ["--installed", "--one-gpu"], "a GPU"),
     ],
 )  # fmt: skip
 def test_a_machine_without_gpus_runs_nothing_and_says_so(

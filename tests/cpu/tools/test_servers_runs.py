@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from server_stand_ins import (
     BY_NAME,
     ROOT,
+    TOOL,
     machine_at,
 )
 from servers import compare, offline, runs, serving
@@ -133,7 +135,7 @@ class LLM:
             said = [{one: SimpleNamespace(logprob=-1.0), 0: SimpleNamespace(logprob=-1.5)}
                     for one in ids]
             made = SimpleNamespace(token_ids=ids, logprobs=said)
-            outputs.append(SimpleNamespace(outputs=[made]))
+            outputs.append(SimpleNamespace(outputs=[made], num_cached_tokens=2))
         return outputs
 """
 
@@ -150,6 +152,53 @@ def test_ranks_of_an_engine_get_their_prompts_and_give_their_tokens(tmp_path: Pa
         assert one["tokens"] == list(range(sum(one["ids"]), sum(one["ids"]) + 24))
         assert one["logprobs"] == [-1.0] * 24 and one["margins"] == [0.5] * 24
     assert result["facts"]["server"] == "vllm 0" and result["calls"] == []
+    assert result["cached"] == 2 * 2 * 18 and result["steps"] == {}
+
+
+SLOW_ENGINE = """
+import pathlib, sys, time
+
+class LLM:
+    def __init__(self, **options):
+        folder = pathlib.Path({folder!r})
+        (folder / sys.argv[1].replace("/", "-")).touch()
+        while len(list(folder.iterdir())) < {wanted}:
+            time.sleep(0.05)
+        raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("is_told_to_end", [False, True])
+def test_rows_run_side_by_side_until_the_tool_is_told_to_end(
+    is_told_to_end: bool, tmp_path: Path
+) -> None:
+    """With an engine that waits for the other row's, and GPUs that nvidia-smi alone knows."""
+    begun, place, path = (tmp_path / name for name in ("begun", "place", "path"))
+    for folder in (begun, place / "vllm", path):
+        folder.mkdir(parents=True)
+    wanted = 99 if is_told_to_end else 4  # two rows of two ranks
+    engine = SLOW_ENGINE.format(folder=str(begun), wanted=wanted)
+    (place / "vllm" / "__init__.py").write_text(engine)
+    smi = path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: a'; echo 'GPU 1: b'\n")
+    smi.chmod(0o755)
+    machine = machine_at(tmp_path)
+    names = [f"vllm/offline/qwen/{BASE}", "vllm/offline/qwen/deepep_low_latency"]
+    command = [*TOOL, "run", str(tmp_path), names[1], "--installed", "--at-once", "2"]
+    env = {**os.environ, "PYTHONPATH": str(place), "PATH": f"{path}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as tool:
+        deadline = time.monotonic() + 60
+        while len(list(begun.iterdir())) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(list(begun.iterdir())) == 4
+        if is_told_to_end:
+            tool.terminate()
+        said, _ = tool.communicate(timeout=60)
+    assert tool.returncode == 1
+    outcome = "0 good, 0 bad, 2 not run" if is_told_to_end else "0 good, 2 bad, 0 not run"
+    assert outcome in said
+    kept = [(machine.out / f"{runs.file_name(BY_NAME[name])}.json").exists() for name in names]
+    assert kept == [not is_told_to_end] * 2
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,9 @@ class Row:
 COMPARED = ("offline", "http", "training")  # fronts whose rows are compared with their base's
 
 OPTIONS = {
-    "graphs": "decoding in full CUDA graphs",
+    "graphs": "decoding in full CUDA graphs; SGLang's attention is data parallel then",
     "dbo": "dual-batch overlap",
+    "even": "prompts of the same lengths on both ranks, which so take the same steps",
     "native": "deep_comm's adapter in the place of the server's own",
     "auto": "the native adapter with low-latency steps of up to 32 tokens",
     "chunked": "64 tokens in a step: longer prompts are prefilled in chunks",
@@ -73,11 +74,10 @@ OPTIONS = {
     "refused": "a buffer too small for its calls: the server must end with deep_comm's message",
     "kill": "kill -9 under load: nothing may be left, and the server starts again",
     "gpus4": "four GPUs",
-    "faults": "fault tolerance: a rank stalls, and is taken back",
     "deep_ep": "DeepEP itself instead of deep_comm",
     "wrong": "negative control: tokens go to other experts, and must come out wrong",
 }
-_OF_BASE = ("prefix", "gpus4")  # what changes the prompts or the ranks: the base has it too
+_OF_BASE = ("prefix", "even", "gpus4")  # what changes the prompts or the ranks: the base has it too
 
 _HT, _LL, _V2 = "deepep_high_throughput", "deepep_low_latency", "deepep_v2"
 
@@ -95,21 +95,16 @@ _PLAIN = (
     f"{_HT}:wrong", f"{_LL}:wrong",
 )  # fmt: skip
 
-_NO_FAULTS = (
-    "a program that stalls a rank and posts `retry` to /fault_tolerance/apply of every server. "
-    "vLLM 0.33.0 cannot go on without a rank that is gone, and wants a server for each rank"
-)
-
 ROWS: tuple[Row, ...] = (
     *_rows("vllm", "offline", "qwen", *_PLAIN),
     *_rows(
-        "vllm", "offline", "qwen", f"{_HT}:native:wrong", f"{_LL}:native:wrong", f"{_HT}:dbo",
-        f"{_LL}:dbo", f"{_LL}:graphs:dbo", f"{_HT}:dbo:native", f"{_HT}:auto", _V2,
+        "vllm", "offline", "qwen", f"{_HT}:native:wrong", f"{_LL}:native:wrong",
+        f"{BASE}:even", f"{_HT}:dbo:even", f"{_LL}:dbo:even", f"{_LL}:graphs:dbo:even",
+        f"{_HT}:dbo:even:native", f"{_HT}:auto", _V2,
         f"{_V2}:graphs", f"{_V2}:wrong", f"{_HT}:chunked", f"{_LL}:chunked", f"{BASE}:prefix",
         f"{_HT}:prefix", f"{_LL}:graphs:prefix", f"{_HT}:idle", f"{_LL}:graphs:idle",
         f"{_HT}:eplb", f"{_LL}:graphs:eplb",
     ),
-    *_rows("vllm", "offline", "qwen", f"{_LL}:graphs:faults", lacks=_NO_FAULTS),
     *_rows("vllm", "offline", "qwen-fp8", *_PLAIN, _V2),
     *_rows("vllm", "offline", "deepseek", *_PLAIN, _V2),
     *_rows("vllm", "offline", "deepseek-fp8", *_PLAIN, _V2),
@@ -149,7 +144,7 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-def rows_named(patterns: list[str]) -> list[Row]:
+def rows_named(patterns: list[str], with_bases: bool = True) -> list[Row]:
     """Rows whose name is a pattern or starts with it, and their bases before them; no pattern: all.
 
     Raises KeyError for a pattern that fits none.
@@ -164,12 +159,12 @@ def rows_named(patterns: list[str]) -> list[Row]:
     if not patterns:
         chosen = list(ROWS)
     known = {row.name: row for row in ROWS}
-    with_bases = []
+    found = []
     for row in chosen:
-        if row.front in COMPARED:
-            with_bases.append(known[row.base.name])
-        with_bases.append(row)
-    return list(dict.fromkeys(with_bases))
+        if with_bases and row.front in COMPARED:
+            found.append(known[row.base.name])
+        found.append(row)
+    return list(dict.fromkeys(found))
 
 
 # ---- what a row means to vLLM --------------------------------------------------------------------
@@ -182,8 +177,9 @@ def vllm_options(row: Row) -> dict[str, Any]:
         dtype="bfloat16", seed=0, enable_expert_parallel=True, all2all_backend=row.backend,
         data_parallel_size=row.num_gpus, attention_backend="TRITON_ATTN", moe_backend="triton",
         max_model_len=2048 if is_large else 512, max_num_seqs=64,
-        max_num_batched_tokens=2048 if is_large else 256, gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=1 << 32 if is_large else 1 << 30, disable_custom_all_reduce=True,
+        max_num_batched_tokens=2048 if is_large else 256,
+        gpu_memory_utilization=0.1,  # what must be free at start: the KV cache has its own size
+        kv_cache_memory_bytes=1 << 32 if is_large else 1 << 29, disable_custom_all_reduce=True,
         enable_prefix_caching="prefix" in row.options, enforce_eager="graphs" not in row.options,
     )  # fmt: skip
     if "graphs" in row.options:
@@ -234,8 +230,9 @@ def sglang_flags(row: Row) -> list[str]:
     options: dict[str, Any] = {
         "tp-size": row.num_gpus, "ep-size": row.num_gpus, "dtype": "bfloat16", "random-seed": 0,
         "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
-        "fp8-gemm-backend": "triton", "mem-fraction-static": 0.3, "context-length": 512,
-        "max-total-tokens": 1 << 15, "max-running-requests": 64,
+        "fp8-gemm-backend": "triton", "context-length": 512, "max-running-requests": 64,
+        # The KV cache has a size of its own, and the fraction leaves room for it.
+        "max-total-tokens": 1 << 15, "mem-fraction-static": 0.7,
         # A low-latency call takes 128 tokens of a rank: half of these.
         "chunked-prefill-size": 256,
         "moe-runner-backend": "deep_gemm" if row.is_over_deep_comm else "triton",
@@ -243,10 +240,14 @@ def sglang_flags(row: Row) -> list[str]:
     }  # fmt: skip
     if row.is_over_deep_comm:
         options |= {"moe-a2a-backend": "deepep", "deepep-mode": row.backend}
-    if "graphs" not in row.options:
+    if "graphs" in row.options:
+        # A rank's graphs hold deep_comm's calls alone: nothing of NCCL, nor of its stand-in.
+        options |= {"dp-size": row.num_gpus, "moe-dense-tp-size": 1}
+    else:
         options["cuda-graph-backend-decode"] = "disabled"
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     if "graphs" in row.options:
+        flags += ["--enable-dp-attention", "--enable-dp-lm-head"]
         flags += ["--cuda-graph-bs-decode", "2", "4", "8", "16", "32", "64"]
     return [
         *flags, "--skip-tokenizer-init", "--disable-radix-cache", "--disable-custom-all-reduce",

@@ -193,6 +193,10 @@ def judge(row: Row, result: dict[str, Any], base: dict[str, Any] | None) -> tupl
         return False, "deep_comm was not called"
     if "eplb" in row.options and result["rearranged"] < 2:
         return False, "experts were not moved"
+    if "prefix" in row.options and not result["cached"]:
+        return False, "no prefix was found in the cache"
+    if "dbo" in row.options and not result["steps"].get("split"):
+        return False, "no step was split"
     if row.front == "figures":
         return True, "measured"
     if row.front == "training":
@@ -212,6 +216,8 @@ def judge(row: Row, result: dict[str, Any], base: dict[str, Any] | None) -> tupl
     if row.sums_as_its_base:
         is_good = is_good and verdict.agrees()
     known = f"prompts {verdict}; log-probabilities within {verdict.worst:.2g}"
+    if "dbo" in row.options:
+        known += f"; steps {result['steps']}"
     return is_good, f"{known}; {text}"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from servers.models import token_of
 
 _LENGTHS = (1, 2, 3, 17, 31, 64, 100, 129, 200, 7, 50, 90)
+NUM_LENGTHS = len(_LENGTHS)
 # Student's t for 95 % of n measurements, n = 2 to 10.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 

@@ -11,20 +11,26 @@ from servers.combinations import Row, vllm_options
 from servers.models import MODELS, write_dequantised
 from servers.runs import Machine
 
-_NUM_PROMPTS, _NUM_TOKENS = 18, 24
+_NUM_TOKENS = 24
 _COMMON = 64  # first tokens that prompts share where prefixes are cached
 
 
 def prompts_of(row: Row) -> list[list[int]]:
     common = _COMMON if "prefix" in row.options else 0
-    return load.prompts(MODELS[row.model].vocab, _NUM_PROMPTS, 1, common)
+    return load.prompts(MODELS[row.model].vocab, _num_prompts(row), 1, common)
+
+
+def _num_prompts(row: Row) -> int:
+    return row.num_gpus * load.NUM_LENGTHS if "even" in row.options else 18
 
 
 def rank_of(row: Row, prompt: int) -> int:
     """Uneven: two thirds are the first rank's. The first prompt has one token."""
     if "idle" in row.options:
         return 1 if prompt == 0 else 0
-    num_first = 2 * _NUM_PROMPTS // 3
+    if "even" in row.options:
+        return prompt // load.NUM_LENGTHS
+    num_first = 2 * _num_prompts(row) // 3
     return 0 if prompt < num_first else 1 + prompt % (row.num_gpus - 1)
 
 
@@ -54,6 +60,7 @@ def run(row: Row, machine: Machine) -> dict[str, Any]:
     return dict(
         facts=results[0]["facts"], rows=rows, calls=runs.counted(row, machine),
         built=runs.built(logs), rearranged=rearranged(logs),
+        cached=sum(result["cached"] for result in results), steps=results[0]["steps"],
     )  # fmt: skip
 
 
@@ -63,14 +70,20 @@ def rearranged(logs: list[Path]) -> int:
     return sum("Rearranging experts" in line and "(profile)" not in line for line in lines)
 
 
+def dense_model(row: Row, machine: Machine) -> Path:
+    """A model's folder, in BF16; made when it is first asked for."""
+    folder = machine.model(row.model)
+    if not MODELS[row.model].fp8:
+        return folder
+    plain = folder.with_name(f"{row.model}-plain")
+    if not (plain / "config.json").exists():
+        write_dequantised(folder, plain)
+    return plain
+
+
 def reference(row: Row, machine: Machine, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the dense model says after each prefix of these rows. Raises Failed."""
-    folder = machine.model(row.model)
-    if MODELS[row.model].fp8:
-        plain = folder.with_name(f"{row.model}-plain")
-        if not (plain / "config.json").exists():
-            write_dequantised(folder, plain)
-        folder = plain
+    folder = dense_model(row, machine)
     given = machine.out / f"{runs.file_name(row)}.given"
     given.write_text(json.dumps(rows))
     result = given.with_suffix(".reference.json")

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -100,10 +101,29 @@ def environment(row: Row, machine: Machine) -> dict[str, str]:
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill it and what it has started: they are of its session."""
+_living: set[subprocess.Popen[bytes]] = set()
+_is_stopped = threading.Event()
+
+
+def stop() -> None:
+    """End all that runs; nothing starts any more."""
+    _is_stopped.set()
+    for process in list(_living):
+        _kill(process)
+
+
+def is_stopped() -> bool:
+    return _is_stopped.is_set()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill it and what it has started: they are of its session."""
+    _kill(process)
     process.wait()
 
 
@@ -111,17 +131,23 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def started(
     command: Sequence[str], env: dict[str, str], log: Path, limit_s: float
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of its own session that lives ``limit_s`` at most, whatever becomes of this one."""
+    """A process of its own session that lives ``limit_s`` at most, whatever becomes of this one.
+    Raises Failed after a ``stop``.
+    """
     bounded = ["timeout", "--kill-after=10", str(limit_s), *command]
     with log.open("wb") as out:
         process = subprocess.Popen(
             bounded, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             cwd=log.parent, start_new_session=True,
         )  # fmt: skip
+    _living.add(process)
     try:
+        if is_stopped():
+            raise Failed("stopped")
         yield process
     finally:
         end(process)
+        _living.discard(process)
 
 
 def tail(log: Path, count: int = 40) -> str:
@@ -198,6 +224,18 @@ class Left:
     @classmethod
     def now(cls) -> Left:
         return cls(segments(), device_mib())
+
+    @classmethod
+    def settled(cls, limit_s: float = 20.0) -> Left:
+        """When nobody's memory of the GPUs comes or goes. Raises Failed after ``limit_s``."""
+        deadline, now = time.monotonic() + limit_s, cls.now()
+        while time.monotonic() < deadline:
+            before = now
+            time.sleep(1)
+            now = cls.now()
+            if before == now:
+                return now
+        raise Failed(f"other processes use these GPUs: {now.device_mib} MiB")
 
     def require_nothing_more(self, limit_s: float = 20.0, spare_mib: int = 64) -> None:
         """Raises Failed if there is more than this ``limit_s`` after a kill."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import threading
@@ -82,12 +83,12 @@ def served(row: Row, machine: Machine, log: Path) -> Iterator[Up]:
             yield Up(
                 Server(port, is_sglang=row.server == "sglang"), after_s, lambda: runs.end(process)
             )
-        except (load.BadAnswer, OSError) as error:
+        except (load.BadAnswer, http.client.HTTPException, OSError) as error:
             raise Failed(f"{type(error).__name__}: {error}\n{runs.tail(log)}") from error
 
 
 def tokens(row: Row, server: Server) -> dict[str, Any]:
-    """One by one; then 64 at once, one in eight aborted; then one rank without work.
+    """One by one; then 64 at once, one in eight aborted; then one rank without work; once more.
 
     What comes is compared with the base; here only that the server goes on.
     """
@@ -100,7 +101,7 @@ def tokens(row: Row, server: Server) -> dict[str, Any]:
     ]
     together = load.complete_all(server, many, _AT_ONCE)
     one_rank = load.complete_all(server, [Asked(i, ids, _NUM_TOKENS, 0) for i, ids in every], 8)
-    again = load.complete_all(server, plain, 1)
+    again = load.complete_all(server, plain, 8)
     phases = dict(alone=alone, together=together, one_rank=one_rank, again=again)
     rows = [
         dict(vars(answer), prompt=f"{phase} {answer.prompt}")
@@ -111,7 +112,7 @@ def tokens(row: Row, server: Server) -> dict[str, Any]:
 
 def killed(row: Row, machine: Machine, log: Path) -> None:
     """kill -9 under load. Raises Failed if it leaves anything behind."""
-    before = Left.now()
+    before = Left.settled()
     with served(row, machine, log) as up:
         ids = load.prompts(MODELS[row.model].vocab, _AT_ONCE, 2)
         load.complete(up.server, Asked(0, ids[0], 2, 0))  # it serves

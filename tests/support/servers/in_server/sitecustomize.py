@@ -27,6 +27,7 @@ METHODS = (
     "get_dispatch_layout", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine",
 )  # fmt: skip
 counts: dict[str, int] = {}
+steps: dict[str, int] = {}  # of vLLM's dual-batch overlap: split in two, or left whole
 experts: dict[int, int] = {}  # by Buffer
 lock = threading.Lock()  # of counts and their file: dual-batch overlap calls from two threads
 
@@ -78,6 +79,20 @@ def watch(module) -> None:
         for name in METHODS:
             if hasattr(owner, name):
                 setattr(owner, name, watched(module, owner, name))
+
+
+def split_steps(module) -> None:
+    """Counts what vLLM's ranks decide together before each step."""
+    decide = module.coordinate_batch_across_dp
+
+    @functools.wraps(decide)
+    def decided(*arguments, **options):
+        result = decide(*arguments, **options)
+        key = "split" if result[0] else "whole"
+        steps[key] = steps.get(key, 0) + 1
+        return result
+
+    module.coordinate_batch_across_dp = decided
 
 
 def older_nccl(module) -> None:
@@ -265,6 +280,7 @@ def hooks():
     found = dict(BRIDGES[name] for name in os.environ.get("SERVERS_HOOKS", "").split())
     if os.environ.get("SERVERS_WATCH"):
         found[os.environ["SERVERS_WATCH"]] = watch
+        found["vllm.v1.worker.dp_utils"] = split_steps
     if os.environ.get("SERVERS_NCCL"):
         found["vllm.utils.import_utils"] = nccl_version
     if os.environ.get("SERVERS_ONE_GPU") == "1":
