@@ -42,7 +42,9 @@ def test_whatever_is_compared_has_a_negative_control() -> None:
 def test_rows_are_chosen_by_name_or_beginning_with_their_bases_first() -> None:
     chosen = combinations.rows_named(["vllm/offline/deepseek/deepep_low_latency:graphs:native"])
     assert [row.backend for row in chosen] == [BASE, "deepep_low_latency"]
-    (alone,) = combinations.rows_named(["vllm/offline/deepseek/deepep_low_latency:graphs:native"], False)
+    (alone,) = combinations.rows_named(
+        ["vllm/offline/deepseek/deepep_low_latency:graphs:native"], False
+    )
     assert alone == chosen[1]
     chosen = combinations.rows_named(["vllm/offline/qwen/deepep_high_throughput:chunked", "sglang"])
     assert chosen[0].name == f"vllm/offline/qwen/{BASE}"
@@ -83,7 +85,7 @@ def test_sglang_has_deep_gemms_kernels_with_deep_ep_and_tritons_without() -> Non
     assert "--enable-dp-attention" in graphs and graphs["--dp-size"] == "2"
     assert "--enable-dp-lm-head" in graphs and "--enable-dp-attention" not in low
     assert "--skip-tokenizer-init" in base  # /generate takes and returns ids
-    control = combinations.variables(BY_NAME["sglang/http/qwen/auto:wrong"])
+    control = combinations.variables(BY_NAME["sglang/http/qwen/auto:graphs:wrong"])
     assert control["SERVERS_WRONG"] == "1" and control["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] == "0"
     native = combinations.variables(BY_NAME["sglang/http/qwen/auto:native"])
     assert "DEEP_COMM_VLLM" not in native

@@ -201,6 +201,57 @@ def test_rows_run_side_by_side_until_the_tool_is_told_to_end(
     assert kept == [not is_told_to_end] * 2
 
 
+DENSE = """
+import torch
+from types import SimpleNamespace
+
+class Model:
+    def to(self, device):
+        return self
+
+    eval = lambda self: self
+
+    def __call__(self, ids, use_cache):
+        if self.is_cut_off:
+            raise SystemExit(9)
+        # The next token is the sum of all before it, of 97.
+        return SimpleNamespace(logits=4 * torch.nn.functional.one_hot(ids.cumsum(1) % 97, 97))
+
+class AutoModelForCausalLM:
+    @staticmethod
+    def from_pretrained(path, **options):
+        assert path.endswith("models/qwen")
+        Model.is_cut_off = {is_cut_off}
+        return Model()
+"""
+
+
+def test_tokens_are_kept_when_the_dense_model_is_cut_off_and_compared_later(tmp_path: Path) -> None:
+    """With a dense model of a few lines, which is given rows of different lengths at once."""
+    row, machine = BY_NAME[f"vllm/offline/qwen/{BASE}"], machine_at(tmp_path)
+    rows = []
+    for prompt, ids in enumerate(([3], [5, 8, 13], [96] * 40)):
+        tokens = [sum(ids) % 97]
+        while len(tokens) < 24:
+            tokens.append((sum(ids) + sum(tokens)) % 97)
+        rows.append(dict(prompt=prompt, ids=ids, tokens=tokens, logprobs=[-1.0] * 24))
+    rows[1]["tokens"][-1] += 1
+    runs.keep(row, machine, dict(rows=rows, calls=[], built=[]))
+    dense = tmp_path / "dense" / "transformers.py"
+    dense.parent.mkdir()
+    command = [*TOOL, "compare", str(tmp_path), row.name]
+    env = {**os.environ, "PYTHONPATH": str(dense.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    for is_cut_off, said in (
+        (True, "processes ended with [9]"),
+        (False, "71 equal, 0 near ties, 1"),
+    ):
+        dense.write_text(DENSE.format(is_cut_off=is_cut_off))
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert said in done.stderr + done.stdout
+        assert ("reference" in runs.kept(row, machine)) == (not is_cut_off)
+        assert done.returncode == int(is_cut_off)
+
+
 @pytest.mark.parametrize(
     ("code", "is_good"),
     [

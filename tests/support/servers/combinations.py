@@ -135,10 +135,13 @@ ROWS: tuple[Row, ...] = (
         )
     ),
     *_rows(
-        "sglang", "http", "qwen", BASES["sglang"], "normal", "low_latency", "auto", "auto:graphs",
-        "auto:native", "auto:wrong",
+        "sglang", "http", "qwen", BASES["sglang"], "normal", "low_latency", "auto", "auto:native",
+        "auto:graphs", "auto:graphs:native", "auto:graphs:wrong",
     ),
-    *_rows("sglang", "http", "deepseek-fp8", BASES["sglang"], "auto", "auto:native"),
+    *_rows(
+        "sglang", "http", "deepseek-fp8", BASES["sglang"], "auto:graphs", "auto:graphs:native",
+        "auto:graphs:wrong",
+    ),
     *_rows("megatron", "training", "small", BASES["megatron"], "deepep", "deepep:wrong"),
     *_rows("torchtitan", "training", "small", BASES["torchtitan"], "deepep", "deepep:wrong"),
 )  # fmt: skip

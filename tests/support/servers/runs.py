@@ -52,12 +52,14 @@ class Machine:
     steps: int = 300  # of training
     one_gpu: bool = False  # all ranks share it, and what NCCL would do goes through the host
 
+    def has_model(self, name: str) -> bool:
+        return (self.models / name / "config.json").exists()
+
     def model(self, name: str) -> Path:
         """Its folder; made when it is first asked for."""
-        folder = self.models / name
-        if not (folder / "config.json").exists():
-            write_model(MODELS[name], folder, self.device)
-        return folder
+        if not self.has_model(name):
+            write_model(MODELS[name], self.models / name, self.device)
+        return self.models / name
 
 
 def file_name(row: Row) -> str:
@@ -275,13 +277,19 @@ def built(logs: Sequence[Path]) -> list[str]:
 
 def has_run(row: Row, machine: Machine) -> bool:
     """Whether an earlier run left a result, which a skipped one must not replace."""
+    result = kept(row, machine)
+    return bool(result) and "skipped" not in result
+
+
+def kept(row: Row, machine: Machine) -> dict[str, Any]:
+    """The row's result so far; empty without one."""
     path = machine.out / f"{file_name(row)}.json"
-    return path.exists() and "skipped" not in json.loads(path.read_text())
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def keep(row: Row, machine: Machine, result: dict[str, Any]) -> None:
     path = machine.out / f"{file_name(row)}.json"
-    path.write_text(json.dumps(dict(name=row.name, **result)))
+    path.write_text(json.dumps(result | dict(name=row.name)))
 
 
 def python(*arguments: str) -> list[str]:
