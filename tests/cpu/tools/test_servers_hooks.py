@@ -213,3 +213,12 @@ def test_the_environment_of_a_row_is_bounded_to_this_machine(tmp_path: Path) -> 
     env = runs.environment(row, machine_at(tmp_path, one_gpu=True))
     assert env["SERVERS_WATCH"] == "deep_comm.buffer" and env["SERVERS_ONE_GPU"] == "1"
     assert env["SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"] == "1"
+
+
+def test_steps_that_dual_batch_overlap_splits_are_counted_apart() -> None:
+    module, hooks = ModuleType("dp_utils"), hook_module()
+    module.coordinate_batch_across_dp = lambda num: (num > 8, None, 0)  # type: ignore[attr-defined]
+    hooks.split_steps(module)
+    answers = [module.coordinate_batch_across_dp(num) for num in (9, 3, 12)]
+    assert answers == [(True, None, 0), (False, None, 0), (True, None, 0)]
+    assert hooks.steps == dict(split=2, whole=1)

@@ -90,6 +90,18 @@ def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         before.require_nothing_more(limit_s=0.1)
 
 
+def test_what_was_there_before_is_read_when_nobody_else_comes_or_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    falling = iter([900, 500, 7, 7, 3])
+    monkeypatch.setattr(runs, "device_mib", lambda: [next(falling)])
+    assert runs.Left.settled().device_mib == [7]
+    monkeypatch.setattr(runs, "device_mib", lambda: [time.monotonic_ns()])
+    with pytest.raises(runs.Failed, match="other processes use these GPUs"):
+        runs.Left.settled(limit_s=0.1)
+
+
 SERVER = """
 import sys
 sys.path[:0] = {paths!r}
