@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     num_ranks = parsed.ranks or 4
     if parsed.device == "cuda" and torch.cuda.device_count() == 0:
-        print("deep_comm demo: error: --device cuda: torch finds no GPU here", file=sys.stderr)
-        return 2
+        command_line.refuse("demo", "--device cuda: torch finds no GPU here")
     if parsed.ranks is None and (parsed.device == "cuda" or (parsed.device is None and has_gpus())):
         num_ranks = min(4, torch.cuda.device_count())
     return on_ranks(run, num_ranks, parsed, timeout_s=TIMEOUT_S)
