@@ -218,7 +218,7 @@ def verdict(lines: Sequence[Line], left_out: Sequence[int], decode_tokens: int) 
     captured = crossover([(line.tokens, line.graph) for line in lines])
     graphs = f", captured up to {captured} or more" if captured else ""
     texts = [
-        f"decode is not the slower mode up to {eager} tokens a rank{graphs}; auto's "
+        f"decode is not the slower mode up to {eager} tokens per rank{graphs}; auto's "
         f"decode_tokens: {decode_tokens}"
     ]
     found = [

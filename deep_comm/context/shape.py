@@ -218,7 +218,7 @@ class MemoryEstimate:
     Attributes:
         rings, receive_region, low_latency_region, control_words: held by the Buffer for its life.
         prefill_call, decode_call: in tensors that a call makes, besides what experts compute with;
-            with max_tokens a rank and uniform routing, and with decode_tokens. 0: mode not used.
+            with max_tokens per rank and uniform routing, and with decode_tokens. 0: mode not used.
     """
 
     shape: MoEShape
@@ -250,12 +250,12 @@ class MemoryEstimate:
         lines = [
             f"{self.num_ranks} ranks, {shape.num_experts} experts of hidden size {shape.hidden}, "
             f"top-{shape.num_topk}, {str(shape.dtype).removeprefix('torch.')}"
-            f"{' sent as FP8' if shape.fp8 else ''}, up to {shape.max_tokens} tokens a rank.",
+            f"{' sent as FP8' if shape.fp8 else ''}, up to {shape.max_tokens} tokens per rank.",
             f"The Buffer holds {size(self.buffer)} on every rank for as long as it lives:",
             f"  {size(self.receive_region)} where peers write prefill rows in place,",
             f"  {size(self.rings)} of rings for what does not fit there,",
             f"  {size(self.low_latency_region)} for decode calls of up to "
-            f"{shape.decode_tokens} tokens a rank,",
+            f"{shape.decode_tokens} tokens per rank,",
             f"  {size(self.control_words)} of control words.",
         ]
         if self.rail:
@@ -263,7 +263,7 @@ class MemoryEstimate:
         if self.prefill_call:
             rows = "rows for experts, " if self.rail else ""
             lines.append(
-                f"A prefill call of {shape.max_tokens} tokens a rank with uniform routing makes "
+                f"A prefill call of {shape.max_tokens} tokens per rank with uniform routing makes "
                 f"tensors of {size(self.prefill_call)}: {rows}what experts return, sums, results."
             )
         if self.decode_call:

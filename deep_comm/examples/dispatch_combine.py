@@ -20,7 +20,7 @@ from deep_comm.settings.command_line import at_least
 
 HIDDEN = 16
 NUM_EXPERTS = 4
-# Two experts a token; -1: no second one. Rank r takes the tokens t with t % ranks == r.
+# Two experts per token; -1: no second one. Rank r takes the tokens t with t % ranks == r.
 TOPK_IDX = ((0, 1), (2, 0), (3, -1), (1, 3), (0, 2), (2, 3))
 TOPK_WEIGHTS = ((0.5, 0.5), (0.75, 0.25), (1.0, 0.0), (0.5, 0.5), (0.25, 0.75), (0.5, 0.5))
 
@@ -52,7 +52,7 @@ def rank_main(group: Any) -> bool:
         ]
         for rank in range(group.size()):
             if rank == group.rank():
-                print(f"rank {rank} received {len(lines)} tokens, {counts} an expert:", flush=True)
+                print(f"rank {rank} received {len(lines)} tokens, {counts} by expert:", flush=True)
                 print("\n".join(lines), flush=True)
             torch.distributed.barrier(group)
         # The experts of this rank, weighted and added; a rank sends one row a token back.
