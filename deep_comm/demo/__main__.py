@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("file", nargs="?", type=command_line.file_to_read, help="the text (default: one of ours)")
-    add("--ranks", type=command_line.at_least(1), metavar="N",
+    add("--ranks", type=command_line.at_least(1, MAX_RANKS_PER_NODE), metavar="N",
         help="processes to start (default: 4; on GPUs one each, at most 4)")  # fmt: skip
     add("--tokens", type=command_line.at_least(1), default=1024, metavar="N",
         help="use at most so many bytes of the text")  # fmt: skip
@@ -41,8 +41,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parsed.file = parsed.file or OWN_TEXT
     if parsed.file.stat().st_size == 0:
         parser.error(f"{parsed.file} is empty: nothing to send")
-    if (parsed.ranks or 0) > MAX_RANKS_PER_NODE:
-        parser.error(f"--ranks: must be at most {MAX_RANKS_PER_NODE}, the ranks of a node")
     return parsed
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 import deep_comm
-from deep_comm.launch import device_of, on_ranks, say
+from deep_comm.launch import add_ranks, device_of, on_ranks, say
 from deep_comm.settings import command_line
-from deep_comm.settings.command_line import at_least
 
 HIDDEN = 16
 NUM_EXPERTS = 4
@@ -81,9 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(
         "examples dispatch_combine", __doc__ or "", "deep_comm examples dispatch_combine --ranks 3"
     )
-    parser.add_argument(
-        "--ranks", type=at_least(1), default=2, help="processes to start, without torchrun"
-    )
+    add_ranks(parser, 2)
     return on_ranks(rank_main, parser.parse_args(arguments).ranks)
 
 

@@ -53,7 +53,7 @@ def refuse(name: str, problem: str) -> NoReturn:
     parser(name, "").error(problem)
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
+def at_least(smallest: int, most: int | None = None, multiple: int = 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -61,6 +61,10 @@ def at_least(smallest: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be an integer; got {text!r}") from None
         if value < smallest:
             raise argparse.ArgumentTypeError(f"must be at least {smallest}; got {value}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}; got {value}")
+        if value % multiple:
+            raise argparse.ArgumentTypeError(f"must be a multiple of {multiple}; got {value}")
         return value
 
     return parse

@@ -79,6 +79,21 @@ def test_bad_values_are_refused_before_torch_is_imported(arguments: list[str]) -
         assert told[1] == f"`deep_comm {arguments[0]} --help` says what it takes."
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("dispatch_combine --ranks 9", "--ranks: must be at most 8; got 9"),
+     ("decode_graph --hidden 12", "--hidden: must be a multiple of 8; got 12"),
+     ("overlap --hidden 4", "--hidden: must be at least 8; got 4")],
+)  # fmt: skip
+def test_examples_refuse_bad_values_before_ranks_start(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["examples", *arguments.split()])
+    told = capsys.readouterr().err
+    assert words in told and "starting" not in told
+
+
 @pytest.mark.parametrize("name", ["bench", "demo", "tune"])
 def test_a_command_that_needs_torch_says_how_to_get_it(name: str) -> None:
     done = run(name, before=WITHOUT_TORCH)
