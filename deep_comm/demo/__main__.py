@@ -30,7 +30,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "deep_comm demo --tokens 100 --json",
     )
     add = parser.add_argument
-    add("file", nargs="?", type=command_line.file_to_read, help="the text (default: one of ours)")
+    add("file", nargs="?", type=command_line.file_to_read,
+        help="the text (default: a file of deep_comm)")  # fmt: skip
     add("--ranks", type=command_line.at_least(1, MAX_RANKS_PER_NODE), metavar="N",
         help="processes to start (default: 4; on GPUs one each, at most 4)")  # fmt: skip
     add("--tokens", type=command_line.at_least(1), default=1024, metavar="N",

@@ -41,7 +41,7 @@ def parser(name: str, what: str, *examples: str, more: str = "") -> argparse.Arg
     shown = "\n".join(["examples:", *(f"  {example}" for example in examples)]) if examples else ""
     return _Parser(
         prog=f"deep_comm {name}",
-        description=textwrap.fill(what, 88),
+        description=textwrap.fill(" ".join(what.replace("``", "`").split()), 88),
         epilog="\n\n".join(filter(None, (more, shown))),
         formatter_class=_Formatter,
         allow_abbrev=False,
