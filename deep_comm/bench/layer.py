@@ -402,7 +402,7 @@ class Runner:
         return Line(num_tokens, Pair(timings[0], timings[1]), Pair(timings[2], timings[3]))
 
     def _with_auto(self, line: Line, auto: ExpertParallel) -> Line:
-        """The same size by auto."""
+        """The line, with the times of auto at its size."""
         what, parts = f"auto, {line.tokens} tokens", self._inputs(line.tokens)
         eager = replace(line.eager, decode_fits=line.tokens <= auto.shape.decode_tokens)
         modes = (eager.better, "auto", eager.better)

@@ -152,8 +152,8 @@ def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
 def rail_bytes(
     shape: MoEShape, num_ranks: int, num_nodes: int, device_type: str, prefills: bool
 ) -> int:
-    """For the rings between nodes, of dispatch and of combine, which calls shrink to what there is;
-    or, in the same memory, a slot for every row that crosses, to put it from and to put it to.
+    """For what crosses between nodes. The same memory holds rings, which calls shrink to what there
+    is, or a slot for every row that crosses, at its source and at its destination.
     """
     if device_type != "cpu":
         rings = num_nodes * _DEVICE_RING_BYTES
@@ -178,8 +178,9 @@ def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
 
 
 def tier_region_bytes(shape: MoEShape, num_ranks: int, num_nodes: int) -> int:
-    """The same between nodes: rows as they come, which are grouped elsewhere, and what combine adds
-    on its way."""
+    """For the receive region of a group of several nodes: received rows, which are grouped
+    elsewhere, and the sums of combine on their way.
+    """
     per_node = num_ranks // num_nodes
     received = shape.num_balanced_rows(num_ranks)
     num_rows = min(num_ranks * shape.max_tokens, math.ceil(received * IMBALANCE))
