@@ -210,7 +210,7 @@ class CallInterrupted(DeepCommError):
 class ConfigMismatch(DeepCommError):
     """Ranks of one Buffer disagree about something that must be equal on all of them.
 
-    Attributes: ``field`` (what), ``values`` (rank -> value; of "the arguments of ..." digests),
+    Attributes: ``field`` (what), ``values`` (rank -> value; of "the arguments of the operation ..." digests),
     ``needs_reset``.
 
     What to do: give all ranks the same value of what is named; if it is the operation, let
@@ -334,7 +334,7 @@ def _different_arguments(record: ErrorRecord) -> ConfigMismatch:
     if record.seen == 0:
         ranks = f"rank {record.peer} and a rank of another node"
     return ConfigMismatch(
-        f"the arguments of {_CALLS.get(record.kernel, record.kernel)}",
+        f"the arguments of the operation {_CALLS.get(record.kernel, record.kernel)}",
         {record.rank: record.expected, record.peer: record.seen},
         needs_reset(record),
         f"{ranks} differ in {what}. Compare the calls; DEEP_COMM_LOG=debug logs those of a Buffer",

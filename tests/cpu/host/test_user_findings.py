@@ -109,12 +109,12 @@ FINDINGS = {
     ),
     "other capacities": Finding(
         other_capacities, MISMATCH,
-        ("the arguments of low_latency_dispatch: ranks 0 and 1 differ in num_max_dispatch_tokens",
+        ("the operation low_latency_dispatch: ranks 0 and 1 differ in num_max_dispatch_tokens",
          "DEEP_COMM_LOG=debug", "reset()"), 2,
     ),
     "combines of other dtypes": Finding(
         combine_of_another_dtype, MISMATCH,
-        ("the arguments of combine: ranks 0 and 1 differ in a shape, a dtype", "Compare the calls"),
+        ("the operation combine: ranks 0 and 1 differ in a shape, a dtype", "Compare the calls"),
         2,
     ),
     "weights on one rank": Finding(
