@@ -210,7 +210,7 @@ class CallInterrupted(DeepCommError):
 class ConfigMismatch(DeepCommError):
     """Ranks of one Buffer disagree about something that must be equal on all of them.
 
-    Attributes: ``field`` (what), ``values`` (rank -> value; of "the arguments of the operation ..." digests),
+    Attributes: ``field`` (what), ``values`` (rank -> value, or a digest of arguments),
     ``needs_reset``.
 
     What to do: give all ranks the same value of what is named; if it is the operation, let
