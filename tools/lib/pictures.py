@@ -257,7 +257,11 @@ def ways_in() -> Drawing:
     it.box(550, 24, 105, 204, "blue", "deep_comm", ".Buffer")
     it.arrow([(657, 126), (688, 126)], "blue", width=2)
     it.box(690, 24, 112, 204, "grey", "kernels for", "GPUs,", "processes,", "simulation")
-    _caption(it, 288, "Every way ends in the same native calls. The kernels have one source for all three.")
+    _caption(
+        it,
+        288,
+        "Every way ends in the same native calls. The kernels have one source for all three.",
+    )
     return it
 
 
