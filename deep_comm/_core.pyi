@@ -333,7 +333,7 @@ class Prefilled:
     handle: Any  # of the dispatch
     max_num_tokens: int | None  # of all ranks; None: the host has not waited
     def weighed_by(self, weights: object) -> Prefilled:
-        """The same with these weights, as autograd knows them."""
+        """A copy with these weights, as autograd knows them."""
 
 class LayerCalls:
     """What the steps of one layer are made of; see deep_comm/layer/calls.py."""

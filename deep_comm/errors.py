@@ -48,6 +48,8 @@ class BufferTooSmall(ArgumentError):
         self, num_bytes: int, needed_bytes: int, detail: str, argument: str = "num_nvl_bytes"
     ) -> None:
         super().__init__(argument, num_bytes, f"must be at least {needed_bytes} for {detail}")
+        if argument in ("num_nvl_bytes", "num_rdma_bytes"):
+            self.args = (f"{self}. deep_comm.Buffer.for_shape finds the sizes for a model's calls",)
         self.needed_bytes = needed_bytes
 
 
@@ -186,8 +188,8 @@ class MaskedOut(DeepCommError):
 
 
 class CallInterrupted(DeepCommError):
-    """An earlier call of this Buffer ended in the middle: a signal's handler had raised, as
-    Ctrl-C does, or there was no memory for rows that the other ranks were about to send.
+    """An earlier call of this Buffer ended in the middle. A signal's handler had raised, as Ctrl-C
+    does, or there was no memory for rows that the other ranks were about to send.
 
     The interrupted call itself raises what ended it (KeyboardInterrupt, torch.OutOfMemoryError);
     the calls after it raise this. The other ranks end with PeerTimeout.
@@ -208,7 +210,8 @@ class CallInterrupted(DeepCommError):
 class ConfigMismatch(DeepCommError):
     """Ranks of one Buffer disagree about something that must be equal on all of them.
 
-    Attributes: ``field`` (what), ``values`` (rank -> value), ``needs_reset``.
+    Attributes: ``field`` (what), ``values`` (rank -> value, or a digest of arguments),
+    ``needs_reset``.
 
     What to do: give all ranks the same value of what is named; if it is the operation, let
     all ranks make the same calls in the same order. With ``needs_reset`` (low-latency
@@ -217,9 +220,13 @@ class ConfigMismatch(DeepCommError):
     repeat the call, may raise PeerTimeout instead.
     """
 
-    def __init__(self, field: str, values: Mapping[int, Any], needs_reset: bool = False) -> None:
+    def __init__(
+        self, field: str, values: Mapping[int, Any], needs_reset: bool = False, told: str = ""
+    ) -> None:
         listed = ", ".join(f"rank {rank} has {value!r}" for rank, value in sorted(values.items()))
-        message = f"ranks disagree about {field}: {listed}; it must be equal on all ranks"
+        message = (
+            f"ranks disagree about {field}: {told or f'{listed}; it must be equal on all ranks'}"
+        )
         if needs_reset:
             message += ". Buffer.reset() on all ranks makes the Buffer usable again"
         super().__init__(message)
@@ -315,6 +322,25 @@ def _different_calls(
     return ConfigMismatch("the operation", calls, needs_reset)
 
 
+def _different_arguments(record: ErrorRecord) -> ConfigMismatch:
+    """Of one operation. Ranks compare digests, which say nothing to a caller."""
+    what = "a shape, a dtype, an option or the Config"
+    if record.kernel.startswith("low_latency"):
+        what = (
+            "num_max_dispatch_tokens_per_rank, hidden, top-k, num_experts, SMs, the format of the "
+            "rows, or whether weights travel"
+        )
+    ranks = "ranks {} and {}".format(*sorted((record.rank, record.peer)))
+    if record.seen == 0:
+        ranks = f"rank {record.peer} and a rank of another node"
+    return ConfigMismatch(
+        f"the arguments of the operation {_CALLS.get(record.kernel, record.kernel)}",
+        {record.rank: record.expected, record.peer: record.seen},
+        needs_reset(record),
+        f"{ranks} differ in {what}. Compare the calls; DEEP_COMM_LOG=debug logs those of a Buffer",
+    )
+
+
 def from_record(record: ErrorRecord, begun_by_peer: tuple[int, str] = (-1, "")) -> DeepCommError:
     """The exception that says what the first failing thread of a Buffer recorded.
 
@@ -352,16 +378,7 @@ def from_record(record: ErrorRecord, begun_by_peer: tuple[int, str] = (-1, "")) 
                 return _different_calls(
                     record, record.peer, record.peer_kernel, needs_reset(record)
                 )
-            digested = "its shapes, dtypes and Config"
-            if record.kernel.startswith("low_latency"):
-                digested = (
-                    "num_max_dispatch_tokens_per_rank, hidden, top-k, num_experts, SMs, the "
-                    "format of its rows, and whether weights travel"
-                )
-            field = f"the operation ({record.kernel} here: a digest of {digested}"
-            if record.seen == 0:
-                field += "; 0: another node's rank disagrees with that rank"
-            field += ")"
+            return _different_arguments(record)
         return ConfigMismatch(field, values, needs_reset(record))
     if record.kind == "expert_index":
         value = record.seen if record.index >= 0 else None

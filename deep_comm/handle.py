@@ -338,7 +338,7 @@ class InternodeHandle(TensorSequence):
 class LowLatencyHandle:
     """What a low-latency dispatch learned, for the combine that follows.
 
-    R ranks, M tokens a rank may have, K top-k, L local experts, N = R * M.
+    R ranks, M tokens that a rank may have, K top-k, L local experts, N = R * M.
 
     The first five fields are also a sequence of that order, as DeepEP's handle is a tuple of them.
     Tensors are complete when the receive phase has run. They may be looked at by their names;

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,18 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import processes
+from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
+from deep_comm.settings.command_line import at_least
+
+
+def add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
+    """The option --ranks."""
+    parser.add_argument(
+        "--ranks",
+        type=at_least(1, MAX_RANKS_PER_NODE),
+        default=default,
+        help=f"processes to start, without torchrun; at most {MAX_RANKS_PER_NODE}",
+    )
 
 
 def on_ranks(
@@ -18,6 +32,8 @@ def on_ranks(
     """``fn(group, *args)`` on every rank; 0 if all return something true. Under torchrun this is
     one of them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
+        # Every rank imports torch, which takes seconds.
+        print(f"... starting {num_ranks} ranks", file=sys.stderr, flush=True)
         return 0 if all(processes.run(fn, num_ranks, *args, timeout_s=timeout_s)) else 1
     dist.init_process_group("gloo")
     try:

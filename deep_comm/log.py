@@ -13,10 +13,12 @@ import contextvars
 import functools
 import logging
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deep_comm.settings import env
@@ -54,6 +56,16 @@ def used_by(name: str) -> Iterator[None]:
 def user() -> str:
     """Who uses a Buffer that is built now, if not the program itself."""
     return _user.get()
+
+
+def warn_of_lost_gradient(call: str) -> None:
+    """Of a Buffer, whose x requires one."""
+    if torch.is_grad_enabled():
+        warnings.warn(
+            f"Buffer.{call} has no gradient: x requires one, which ends here. ExpertParallel has "
+            "gradients; or call it in a torch.autograd.Function, or under torch.no_grad()",
+            stacklevel=3,
+        )
 
 
 def brief(value: Any) -> str:

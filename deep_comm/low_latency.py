@@ -10,7 +10,7 @@ from deep_comm.context import Context
 from deep_comm.context.low_latency_region import LowLatencyRegion, native_calls, region_bytes
 from deep_comm.errors import ArgumentError
 from deep_comm.handle import LowLatencyHandle
-from deep_comm.log import logger
+from deep_comm.log import logger, warn_of_lost_gradient
 from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
 from deep_comm.results import LowLatencyCombineResult, LowLatencyDispatchResult, named
 from deep_comm.settings import integers
@@ -224,6 +224,8 @@ class LowLatencyCalls:
             >>> y = buffer.low_latency_combine(
             ...     sent.recv_x, topk_idx, topk_weights, sent.handle).combined_x
         """
+        if getattr(x, "requires_grad", False):
+            warn_of_lost_gradient("low_latency_dispatch")
         made = self._dispatch_low_latency(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
             cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
@@ -314,6 +316,8 @@ class LowLatencyCalls:
             ...     sent.recv_x, topk_idx, None, sent.handle, return_recv_hook=True)
             >>> combined.hook()
         """
+        if getattr(x, "requires_grad", False):
+            warn_of_lost_gradient("low_latency_combine")
         made = self._combine_low_latency(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish,
             return_recv_hook, out, combine_wait_recv_cost_stats, one_rounding,

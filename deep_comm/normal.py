@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from deep_comm.config import Config
 from deep_comm.context import Context
 from deep_comm.events import EventOverlap, event_of_call
 from deep_comm.handle import Handle, InternodeHandle
+from deep_comm.log import warn_of_lost_gradient
 from deep_comm.results import CombineResult, DispatchLayout, DispatchResult, named
 from deep_comm.tuning import DEFAULT_NUM_SMS, DefaultConfig, Defaults
-
-
-def _warn_of_lost_gradient(call: str) -> None:
-    if torch.is_grad_enabled():
-        warnings.warn(
-            f"Buffer.{call} has no gradient: x requires one, which ends here. ExpertParallel has "
-            "gradients; or call it in a torch.autograd.Function, or under torch.no_grad()",
-            stacklevel=3,
-        )
 
 
 class NormalCalls:
@@ -169,7 +159,7 @@ class NormalCalls:
         """
         event = None
         if getattr(x, "requires_grad", False):
-            _warn_of_lost_gradient("dispatch")
+            warn_of_lost_gradient("dispatch")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
         made = self._context.dispatch(
@@ -234,7 +224,7 @@ class NormalCalls:
         """
         event = None
         if getattr(x, "requires_grad", False):
-            _warn_of_lost_gradient("combine")
+            warn_of_lost_gradient("combine")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
         made = self._context.combine(

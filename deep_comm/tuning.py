@@ -371,7 +371,7 @@ class Defaults:
         return self._of_rows[operation], False
 
     def config_of_any_rows(self, operation: str, num_sms: int) -> Config:
-        """The same where the rows are not known."""
+        """The Config of an operation whose rows are not known."""
         if self._is_host:
             return host_default(self._env_num_sms)
         if self._env_num_sms is not None:

@@ -218,7 +218,7 @@ def verdict(lines: Sequence[Line], left_out: Sequence[int], decode_tokens: int) 
     captured = crossover([(line.tokens, line.graph) for line in lines])
     graphs = f", captured up to {captured} or more" if captured else ""
     texts = [
-        f"decode is not the slower mode up to {eager} tokens a rank{graphs}; auto's "
+        f"decode is not the slower mode up to {eager} tokens per rank{graphs}; auto's "
         f"decode_tokens: {decode_tokens}"
     ]
     found = [
@@ -402,7 +402,7 @@ class Runner:
         return Line(num_tokens, Pair(timings[0], timings[1]), Pair(timings[2], timings[3]))
 
     def _with_auto(self, line: Line, auto: ExpertParallel) -> Line:
-        """The same size by auto."""
+        """The line, with the times of auto at its size."""
         what, parts = f"auto, {line.tokens} tokens", self._inputs(line.tokens)
         eager = replace(line.eager, decode_fits=line.tokens <= auto.shape.decode_tokens)
         modes = (eager.better, "auto", eager.better)

@@ -265,6 +265,8 @@ def _filled(
 
 def _problem(options: Options) -> str:
     """What no machine can do; "" if there is nothing."""
+    if options.ranks is not None and (problem := ranks_problem(options, options.ranks)):
+        return problem
     if options.family == T:
         return ""
     most = max(options.tokens)
@@ -284,25 +286,30 @@ def _problem(options: Options) -> str:
     return ""
 
 
+def ranks_problem(options: Options, num_ranks: int) -> str:
+    """Why this machine cannot start that many ranks, whatever GPUs it has; "" if it can."""
+    per_node = options.ranks_per_node or env.RANKS_PER_NODE.get()
+    if per_node is None and num_ranks > MAX_RANKS_PER_NODE:
+        return f"--ranks: a node has at most {MAX_RANKS_PER_NODE}; give --ranks-per-node"
+    if per_node is not None and per_node > MAX_RANKS_PER_NODE:
+        return f"--ranks-per-node: must be at most {MAX_RANKS_PER_NODE}"
+    if options.family == B and per_node is None:
+        return NO_NODES
+    if options.ranks_per_node is not None:
+        return nodes_problem(num_ranks, options.ranks_per_node)
+    return ""
+
+
 def check_ranks(options: Options, num_ranks: int) -> None:
     """That many ranks, started on this machine. Raises SystemExit."""
-    per_node = options.ranks_per_node or env.RANKS_PER_NODE.get()
-    problem = ""
+    problem = ranks_problem(options, num_ranks)
     if options.on_gpu:
         import torch
 
         if torch.cuda.device_count() == 0:
             problem = "--device cuda: torch finds no GPU here; `deep_comm doctor` shows why"
-    if per_node is None and num_ranks > MAX_RANKS_PER_NODE:
-        problem = f"--ranks: a node has at most {MAX_RANKS_PER_NODE}; give --ranks-per-node"
-    elif per_node is not None and per_node > MAX_RANKS_PER_NODE:
-        problem = f"--ranks-per-node: must be at most {MAX_RANKS_PER_NODE}"
-    elif options.family == B and per_node is None:
-        problem = NO_NODES
-    if options.ranks_per_node is not None:
-        problem = problem or nodes_problem(num_ranks, options.ranks_per_node)
     if problem:
-        raise SystemExit(f"deep_comm bench: error: {problem}")
+        command_line.refuse("bench", problem)
 
 
 NO_NODES = "--mode nodes: all ranks are on one host; give --ranks-per-node"

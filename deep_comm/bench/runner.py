@@ -102,7 +102,7 @@ class Runner:
         checked, kind, how = "checked bit for bit", "normal", ""
         if self._is_low_latency:
             kind = "low-latency"
-            how = f", {scenario.mode} layout, at most {scenario.max_tokens} tokens a rank"
+            how = f", {scenario.mode} layout, at most {scenario.max_tokens} tokens per rank"
             if shape.combine_format != "bf16":
                 checked = "rows checked bit for bit, sums against the error stated for LogFMT-10"
         return (

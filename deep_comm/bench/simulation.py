@@ -11,6 +11,7 @@ from deep_comm import Buffer, simulate
 from deep_comm.bench.expected import Expected
 from deep_comm.bench.operations import NormalCalls
 from deep_comm.bench.workload import Workload
+from deep_comm.settings.command_line import Progress
 
 
 def run(num_runs: int) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def run(num_runs: int) -> dict[str, Any]:
             return all(NormalCalls(buffer, expected[group.rank()], None).first_calls_are_right())
 
     num_steps, elapsed_s = 0, 0.0
-    for seed in range(num_runs + 1):
+    for seed in Progress().over(range(num_runs + 1), "simulated runs"):
         started = time.perf_counter()
         results = simulate.run(rank_main, workload.num_ranks, seed)
         if not all(results):

@@ -44,7 +44,8 @@ _DEFAULT_NUM_QPS = 24
 class ElasticBuffer(ElasticCalls, Refused):
     """DeepEP V2's buffer over deep_comm: compact or expert-major rows, with or without CPU sync.
 
-    R ranks, T tokens of this rank, M tokens a rank may have, H hidden, K top-k, L local experts.
+    R ranks, T tokens of this rank, M tokens that a rank may have, H hidden, K top-k, L local
+    experts.
 
     Rows arrive sorted by (source rank, source token) always, whatever ``deterministic`` says.
     Expanded rows are grouped by local expert in that order. Dispatch sends a token to a rank once;

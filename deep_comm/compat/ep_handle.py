@@ -106,7 +106,7 @@ class EPHandle:
                 )
 
     def with_expand(self, do_expand: bool) -> EPHandle:
-        """The same dispatch, seen the other way; tensors are shared."""
+        """A handle of the same dispatch, expanded or not; tensors are shared."""
         if do_expand == self.do_expand:
             return self
         other = copy.copy(self)

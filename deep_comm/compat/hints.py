@@ -14,7 +14,7 @@ from deep_comm.ranks.topology import Topology, discover, host_identity, requeste
 from deep_comm.settings import env
 
 _ALIGNMENT = 128
-Shape = tuple[int, int, int]  # ranks, tokens a rank, hidden
+Shape = tuple[int, int, int]  # ranks, tokens per rank, hidden
 _hinted: dict[int, set[Shape]] = {}  # by DeepEP's bytes, of every hint asked for in this process
 
 

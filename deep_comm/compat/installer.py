@@ -142,7 +142,7 @@ def status(target: Path | None = None) -> dict[str, str | bool | None]:
 
 
 def describe(target: Path | None = None) -> str:
-    """The same in words."""
+    """What ``status`` finds, in words."""
     found = status(target)
     return (
         f"python: {found['python']}\n"

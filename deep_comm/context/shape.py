@@ -152,8 +152,8 @@ def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
 def rail_bytes(
     shape: MoEShape, num_ranks: int, num_nodes: int, device_type: str, prefills: bool
 ) -> int:
-    """For the rings between nodes, of dispatch and of combine, which calls shrink to what there is;
-    or, in the same memory, a slot for every row that crosses, to put it from and to put it to.
+    """For what crosses between nodes. The same memory holds rings, which calls shrink to what there
+    is, or a slot for every row that crosses, at its source and at its destination.
     """
     if device_type != "cpu":
         rings = num_nodes * _DEVICE_RING_BYTES
@@ -178,8 +178,9 @@ def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
 
 
 def tier_region_bytes(shape: MoEShape, num_ranks: int, num_nodes: int) -> int:
-    """The same between nodes: rows as they come, which are grouped elsewhere, and what combine adds
-    on its way."""
+    """For the receive region of a group of several nodes: received rows, which are grouped
+    elsewhere, and the sums of combine on their way.
+    """
     per_node = num_ranks // num_nodes
     received = shape.num_balanced_rows(num_ranks)
     num_rows = min(num_ranks * shape.max_tokens, math.ceil(received * IMBALANCE))
@@ -218,7 +219,7 @@ class MemoryEstimate:
     Attributes:
         rings, receive_region, low_latency_region, control_words: held by the Buffer for its life.
         prefill_call, decode_call: in tensors that a call makes, besides what experts compute with;
-            with max_tokens a rank and uniform routing, and with decode_tokens. 0: mode not used.
+            with max_tokens per rank and uniform routing, and with decode_tokens. 0: mode not used.
     """
 
     shape: MoEShape
@@ -250,12 +251,12 @@ class MemoryEstimate:
         lines = [
             f"{self.num_ranks} ranks, {shape.num_experts} experts of hidden size {shape.hidden}, "
             f"top-{shape.num_topk}, {str(shape.dtype).removeprefix('torch.')}"
-            f"{' sent as FP8' if shape.fp8 else ''}, up to {shape.max_tokens} tokens a rank.",
+            f"{' sent as FP8' if shape.fp8 else ''}, up to {shape.max_tokens} tokens per rank.",
             f"The Buffer holds {size(self.buffer)} on every rank for as long as it lives:",
             f"  {size(self.receive_region)} where peers write prefill rows in place,",
             f"  {size(self.rings)} of rings for what does not fit there,",
             f"  {size(self.low_latency_region)} for decode calls of up to "
-            f"{shape.decode_tokens} tokens a rank,",
+            f"{shape.decode_tokens} tokens per rank,",
             f"  {size(self.control_words)} of control words.",
         ]
         if self.rail:
@@ -263,7 +264,7 @@ class MemoryEstimate:
         if self.prefill_call:
             rows = "rows for experts, " if self.rail else ""
             lines.append(
-                f"A prefill call of {shape.max_tokens} tokens a rank with uniform routing makes "
+                f"A prefill call of {shape.max_tokens} tokens per rank with uniform routing makes "
                 f"tensors of {size(self.prefill_call)}: {rows}what experts return, sums, results."
             )
         if self.decode_call:

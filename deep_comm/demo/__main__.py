@@ -30,8 +30,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "deep_comm demo --tokens 100 --json",
     )
     add = parser.add_argument
-    add("file", nargs="?", type=command_line.file_to_read, help="the text (default: one of ours)")
-    add("--ranks", type=command_line.at_least(1), metavar="N",
+    add("file", nargs="?", type=command_line.file_to_read,
+        help="the text (default: a file of deep_comm)")  # fmt: skip
+    add("--ranks", type=command_line.at_least(1, MAX_RANKS_PER_NODE), metavar="N",
         help="processes to start (default: 4; on GPUs one each, at most 4)")  # fmt: skip
     add("--tokens", type=command_line.at_least(1), default=1024, metavar="N",
         help="use at most so many bytes of the text")  # fmt: skip
@@ -41,8 +42,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parsed.file = parsed.file or OWN_TEXT
     if parsed.file.stat().st_size == 0:
         parser.error(f"{parsed.file} is empty: nothing to send")
-    if (parsed.ranks or 0) > MAX_RANKS_PER_NODE:
-        parser.error(f"--ranks: must be at most {MAX_RANKS_PER_NODE}, the ranks of a node")
     return parsed
 
 
@@ -55,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     num_ranks = parsed.ranks or 4
     if parsed.device == "cuda" and torch.cuda.device_count() == 0:
-        print("deep_comm demo: error: --device cuda: torch finds no GPU here", file=sys.stderr)
-        return 2
+        command_line.refuse("demo", "--device cuda: torch finds no GPU here")
     if parsed.ranks is None and (parsed.device == "cuda" or (parsed.device is None and has_gpus())):
         num_ranks = min(4, torch.cuda.device_count())
     return on_ranks(run, num_ranks, parsed, timeout_s=TIMEOUT_S)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm.launch import device_of, on_ranks, say
+from deep_comm.launch import add_ranks, device_of, on_ranks, say
 from deep_comm.reference import layer as reference_layer
 from deep_comm.settings import command_line
 from deep_comm.settings.command_line import at_least
@@ -106,12 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--places", type=at_least(1), default=64 if on_gpu else 6, help="tokens per rank at most"
     )
     parser.add_argument(
-        "--hidden", type=at_least(1), default=7168 if on_gpu else 64, help="columns of a row"
+        "--hidden",
+        type=at_least(8, multiple=8),
+        default=7168 if on_gpu else 64,
+        help="columns of a row",
     )
     parser.add_argument("--steps", type=at_least(1), default=20, help="steps to run and to time")
-    parser.add_argument(
-        "--ranks", type=at_least(1), default=2, help="processes to start, without torchrun"
-    )
+    add_ranks(parser, 2)
     parsed = parser.parse_args(arguments)
     return on_ranks(rank_main, parsed.ranks, parsed.places, parsed.hidden, parsed.steps)
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 import deep_comm
-from deep_comm.launch import device_of, on_ranks, say
+from deep_comm.launch import add_ranks, device_of, on_ranks, say
 from deep_comm.settings import command_line
-from deep_comm.settings.command_line import at_least
 
 HIDDEN = 16
 NUM_EXPERTS = 4
-# Two experts a token; -1: no second one. Rank r takes the tokens t with t % ranks == r.
+# Two experts per token; -1: no second one. Rank r takes the tokens t with t % ranks == r.
 TOPK_IDX = ((0, 1), (2, 0), (3, -1), (1, 3), (0, 2), (2, 3))
 TOPK_WEIGHTS = ((0.5, 0.5), (0.75, 0.25), (1.0, 0.0), (0.5, 0.5), (0.25, 0.75), (0.5, 0.5))
 
@@ -52,7 +51,7 @@ def rank_main(group: Any) -> bool:
         ]
         for rank in range(group.size()):
             if rank == group.rank():
-                print(f"rank {rank} received {len(lines)} tokens, {counts} an expert:", flush=True)
+                print(f"rank {rank} received {len(lines)} tokens, {counts} by expert:", flush=True)
                 print("\n".join(lines), flush=True)
             torch.distributed.barrier(group)
         # The experts of this rank, weighted and added; a rank sends one row a token back.
@@ -81,9 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(
         "examples dispatch_combine", __doc__ or "", "deep_comm examples dispatch_combine --ranks 3"
     )
-    parser.add_argument(
-        "--ranks", type=at_least(1), default=2, help="processes to start, without torchrun"
-    )
+    add_ranks(parser, 2)
     return on_ranks(rank_main, parser.parse_args(arguments).ranks)
 
 

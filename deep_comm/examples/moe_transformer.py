@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import deep_comm
-from deep_comm.launch import device_of, on_ranks, say
+from deep_comm.launch import add_ranks, device_of, on_ranks, say
 from deep_comm.ranks.rendezvous import all_gather_object
 from deep_comm.ranks.topology import first_expert, num_local_experts
 from deep_comm.settings import command_line
@@ -227,9 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("file", type=command_line.file_to_read, help="the text to learn")
     parser.add_argument("--steps", type=at_least(2), default=300, help="of the optimizer")
-    parser.add_argument(
-        "--ranks", type=at_least(1), default=4, help="processes to start, without torchrun"
-    )
+    add_ranks(parser, 4)
     parser.add_argument(
         "--compare", action="store_true", help="train in one process too and compare the losses"
     )

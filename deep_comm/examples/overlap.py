@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import deep_comm
-from deep_comm.launch import device_of, on_ranks, say
+from deep_comm.launch import add_ranks, device_of, on_ranks, say
 from deep_comm.ranks.topology import first_expert, num_local_experts
 from deep_comm.settings import command_line
 from deep_comm.settings.command_line import at_least
@@ -332,20 +332,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     on_gpu = torch.cuda.is_available()
 
-    def add(name: str, on_host: int, on_device: int, text: str, smallest: int = 1) -> None:
-        kind = at_least(smallest)
+    def add(
+        name: str, on_host: int, on_device: int, text: str, smallest: int = 1, multiple: int = 1
+    ) -> None:
+        kind = at_least(smallest, multiple=multiple)
         parser.add_argument(name, type=kind, default=on_device if on_gpu else on_host, help=text)
 
     add("--tokens", 48, 16384, "tokens per rank")
-    add("--hidden", 64, 7168, "columns of a row")
+    add("--hidden", 64, 7168, "columns of a row", 8, 8)
     add("--intermediate", 32, 2048, "width of an expert")
     add("--experts", 16, 16, "experts of all ranks together")
     add("--topk", 4, 2, "experts per token")
     add("--leave-sms", 0, 0, "SMs that products beside communication leave free", 0)
     parser.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
-    parser.add_argument(
-        "--ranks", type=at_least(1), default=2, help="processes to start, without torchrun"
-    )
+    add_ranks(parser, 2)
     parser.add_argument("--trace", metavar="FOLDER", help="write traces and pictures there")
     parsed = parser.parse_args(arguments)
     sizes = Sizes(parsed.hidden, parsed.intermediate, parsed.experts, parsed.topk)

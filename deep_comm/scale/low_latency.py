@@ -46,7 +46,7 @@ def dispatch(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
 
 
 def combine(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
-    """The same rows back; what came in goes out."""
+    """The rows of the dispatch return: received ones are sent."""
     return _burst(traffic, machine, way, job.combine_row_bytes)
 
 

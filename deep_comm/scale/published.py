@@ -1,6 +1,6 @@
 """Figures that others have published for dispatch and combine over nodes of 8 GPUs, and where.
 
-All: 7168 columns, top-8, FP8 dispatch and BF16 combine; 4096 tokens a rank in normal
+All: 7168 columns, top-8, FP8 dispatch and BF16 combine; 4096 tokens per rank in normal
 mode, 128 in low-latency mode.
 """
 

@@ -188,8 +188,8 @@ def bytes_per_tier() -> str:
         )
     return markdown(
         [
-            "ranks", "rail: rows a token", "MB dispatch", "MB combine",
-            "NVLink: rows a token", "MB dispatch", "MB combine", "puts a dispatch", "signals",
+            "ranks", "rail: rows per token", "MB dispatch", "MB combine",
+            "NVLink: rows per token", "MB dispatch", "MB combine", "puts per dispatch", "signals",
         ],
         rows,
     )  # fmt: skip

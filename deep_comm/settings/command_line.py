@@ -11,7 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -29,19 +29,31 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
         return super()._get_help_string(action)
 
 
+class _Parser(argparse.ArgumentParser):
+    """An error is two lines: of some commands the usage fills a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` says what it takes.\n")
+
+
 def parser(name: str, what: str, *examples: str, more: str = "") -> argparse.ArgumentParser:
     """Of the command ``deep_comm NAME``. Every example is a line that can be run."""
     shown = "\n".join(["examples:", *(f"  {example}" for example in examples)]) if examples else ""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"deep_comm {name}",
-        description=textwrap.fill(what, 88),
+        description=textwrap.fill(" ".join(what.replace("``", "`").split()), 88),
         epilog="\n\n".join(filter(None, (more, shown))),
         formatter_class=_Formatter,
         allow_abbrev=False,
     )
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
+def refuse(name: str, problem: str) -> NoReturn:
+    """End the command, as its parser does."""
+    parser(name, "").error(problem)
+
+
+def at_least(smallest: int, most: int | None = None, multiple: int = 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -49,6 +61,10 @@ def at_least(smallest: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be an integer; got {text!r}") from None
         if value < smallest:
             raise argparse.ArgumentTypeError(f"must be at least {smallest}; got {value}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}; got {value}")
+        if value % multiple:
+            raise argparse.ArgumentTypeError(f"must be a multiple of {multiple}; got {value}")
         return value
 
     return parse

@@ -56,13 +56,16 @@ def _parse_level(text: str) -> str:
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """One environment variable: ``name``, ``kind`` (its rule, in words), ``default``, ``doc``."""
+    """One environment variable: ``name``, ``kind`` (its rule, in words), ``default``, ``doc`` (one
+    short sentence), ``parse``, ``more`` (further sentences).
+    """
 
     name: str
     kind: str
     default: T
     doc: str
     parse: Callable[[str], Any]
+    more: str = ""
 
     def is_set(self) -> bool:
         return self.name in os.environ
@@ -86,151 +89,162 @@ TIMEOUT_S: Variable[float] = Variable(
     "DEEP_COMM_TIMEOUT_S",
     "a positive number of seconds",
     30.0,
-    "how long a kernel waits for a peer before it gives up; Buffer(timeout_s=) overrides it",
+    "How long a kernel waits for a peer before it gives up.",
     _parse_positive_float,
+    "Buffer(timeout_s=) overrides it.",
 )
 NUM_SMS: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_SMS",
     "a number of at least 1",
     None,
-    "SMs of calls without a Config, of Buffers built from then on; unset: docs/guide/sms.md on "
-    "GPUs, 1 on the host",
+    "SMs of calls without a Config.",
     _parse_positive_int,
+    "Read when a Buffer is built. Unset: as docs/guide/sms.md says on GPUs, 1 on the host target.",
 )
 EARLY_LAUNCHES: Variable[bool] = Variable(
     "DEEP_COMM_EARLY_LAUNCHES",
     "0 or 1",
     True,
-    "low-latency launches of Buffers built from then on may take SMs while the one before them "
-    "still runs; 0: never, where collectives of other libraries run beside them on other streams",
+    "Low-latency launches may take SMs while the launch before them still runs.",
     _parse_flag,
+    "Read when a Buffer is built. Set 0 where collectives of other libraries run beside them on "
+    "other streams.",
 )
 NUM_DIRECT_BYTES: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_DIRECT_BYTES",
     "a number of at least 0",
     None,
-    "receive region of Buffers built without num_direct_bytes=, equal on all ranks; 0: what "
-    "dispatch returns is torch's own memory, for programs that resize its storage or count on "
-    "record_stream; slower; unset: what num_nvl_bytes has beyond 64 MiB, from 128 MiB on",
+    "Receive region of Buffers that are built without num_direct_bytes=.",
     _parse_count,
+    "Equal on all ranks. Unset: from 128 MiB on, what num_nvl_bytes has beyond 64 MiB. With 0, "
+    "outputs of dispatch are torch's own memory, which is slower: for programs that resize their "
+    "storage or rely on record_stream.",
 )
 REGION_TOKENS: Variable[int] = Variable(
     "DEEP_COMM_REGION_TOKENS",
     "a number of at least 0",
     4096,
-    "tokens per rank whose rows have room in the receive region of Buffers sized by "
-    "Config.get_nvl_buffer_size_hint; 0: rings alone",
+    "Tokens per rank for which Config.get_nvl_buffer_size_hint leaves room in the receive region.",
     _parse_count,
+    "With 0 rows go through rings.",
 )
 DEVICE: Variable[str | None] = Variable(
     "DEEP_COMM_DEVICE",
     "a torch device such as 'cpu', 'cuda' or 'cuda:0'",
     None,
-    "device of Buffers built without device=; unset: CUDA when available, else the host",
+    "Device of Buffers that are built without device=.",
     str,
+    "Unset: CUDA when available, else the host target.",
 )
 RANKS_PER_NODE: Variable[int | None] = Variable(
     "DEEP_COMM_RANKS_PER_NODE",
     "a number of at least 1",
     None,
-    "ranks per (logical) node; unset: counted from host names",
+    "Ranks per node, or per logical node.",
     _parse_positive_int,
+    "Unset: counted from host names.",
 )
 HOST_NAME: Variable[str | None] = Variable(
     "DEEP_COMM_HOST_NAME",
     "any text",
     None,
-    "what this process calls its machine; processes of one machine with different names act as "
-    "those of different hosts, to try set-ups of several; unset: the host name",
+    "What this process calls its machine.",
     str,
+    "Processes of one machine with different names act as those of different hosts. So several "
+    "hosts can be tried on one. Unset: the host name.",
 )
 RAIL: Variable[str | None] = Variable(
     "DEEP_COMM_RAIL",
     "nvshmem, software (CUDA devices) or simulated (host target)",
     None,
-    "what joins the nodes of a group; Buffer(rail=) overrides it; unset: nvshmem between hosts, "
-    "software between the logical nodes of one, simulated on the host",
+    "What joins the nodes of a group.",
     str,
+    "Buffer(rail=) overrides it. Unset: nvshmem between hosts, software between the logical nodes"
+    " of one host, simulated on the host target.",
 )
 RAIL_NEAR: Variable[bool | None] = Variable(
     "DEEP_COMM_RAIL_NEAR",
     "0 or 1",
     None,
-    "whether rows for nodes whose memory this rank's stores reach are stored there, instead of "
-    "put: unset: over nvshmem (NVLink); 0: never; 1: on the host target, too, where no network "
-    "then stands between the nodes",
+    "Whether rows are stored, instead of put, where stores reach the other node.",
     _parse_flag,
+    "Unset: over nvshmem, where NVLink joins the nodes. 0: never. 1: on the host target too, where "
+    "no network then stands between the nodes.",
 )
 NIC_GB_PER_S: Variable[float | None] = Variable(
     "DEEP_COMM_NIC_GB_PER_S",
     "a positive number",
     None,
-    "the software NIC carries this many 1e9 bytes a second at most; unset: what the copy engines "
-    "do",
+    "What the software NIC carries at most, in 10^9 bytes per second.",
     _parse_positive_float,
+    "Unset: what the copy engines do.",
 )
 TUNE_FILE: Variable[str | None] = Variable(
     "DEEP_COMM_TUNE_FILE",
     "a path",
     None,
-    "what deep_comm tune has measured and Buffers read; unset: deep_comm/tune.json in the cache "
-    "folder",
+    "The file that deep_comm tune writes and Buffers read.",
     str,
+    "Unset: deep_comm/tune.json in the cache folder.",
 )
 POISON: Variable[bool] = Variable(
     "DEEP_COMM_POISON",
     "0 or 1",
     False,
-    "fill every output with 0xA5 bytes before the kernels run, to find what they do not write",
+    "Fill every output with 0xA5 bytes before the kernels run.",
     _parse_flag,
+    "This shows what they do not write.",
 )
 DECODE_TOKENS: Variable[int | None] = Variable(
     "DEEP_COMM_DECODE_TOKENS",
     "a number of at least 1",
     None,
-    "the most tokens a rank may have in a decode step, equal on all ranks; unset: what was "
-    "measured (docs/guide/tuning.md), else 128, in ExpertParallel; in the vLLM adapter no step "
-    "is one",
+    "The most tokens that a rank may have in a decode step.",
     _parse_positive_int,
+    "Equal on all ranks. Unset: what was measured (docs/guide/tuning.md), else 128, in "
+    "ExpertParallel. In the vLLM adapter no step is a decode step then.",
 )
 
 TRACE: Variable[int] = Variable(
     "DEEP_COMM_TRACE",
     "a number of at least 0",
     0,
-    "of how many last kernels of a Buffer the steps of every block are kept "
-    "(docs/guide/tracing.md); Buffer(trace=) overrides it; 0: none, which costs nothing",
+    "The number of last kernels of a Buffer whose steps are kept (docs/guide/tracing.md).",
     _parse_count,
+    "Buffer(trace=) overrides it. 0 costs nothing.",
 )
 TRACE_DIR: Variable[str | None] = Variable(
     "DEEP_COMM_TRACE_DIR",
     "a path",
     None,
-    "where a Buffer that traces leaves its steps when it is destroyed, and when a call times out",
+    "Where a Buffer that traces leaves its steps.",
     str,
+    "It does so when it is destroyed and when a call times out.",
 )
 LOG: Variable[str | None] = Variable(
     "DEEP_COMM_LOG",
     "warning, info or debug",
     None,
-    "level of Python's logger deep_comm, read when a Buffer is built: info for a line for each "
-    "Buffer, debug for every call (docs/guide/troubleshooting.md); unset: as the program has it",
+    "Level of Python's logger deep_comm (docs/guide/troubleshooting.md).",
     _parse_level,
+    "Read when a Buffer is built. info logs a line for each Buffer, debug every call. Unset: as "
+    "the program has it.",
 )
 DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
     "DEEP_COMM_DEEP_EP_FULL_RDMA",
     "0 or 1",
     False,
-    "drop-in deep_ep: allocate all of num_rdma_bytes, for programs that use the memory themselves; "
-    "unset: what low-latency calls need for the shape whose size hint that is",
+    "Of the drop-in deep_ep: allocate all of num_rdma_bytes.",
     _parse_flag,
+    "For programs that use the memory themselves. Unset: what low-latency calls need for the "
+    "shape that has this size hint.",
 )
 
 VLLM: Variable[bool] = Variable(
     "DEEP_COMM_VLLM",
     "0 or 1",
     False,
-    "vLLM plugin: put deep_comm in the place of vLLM's DeepEP backends",
+    "Let deep_comm's vLLM plugin replace vLLM's DeepEP backends.",
     _parse_flag,
 )
 
@@ -246,8 +260,8 @@ BUILD_VARIABLES: dict[str, tuple[str, str]] = {
     "DEEP_COMM_CUDA": ("AUTO", "the CUDA module: AUTO (built when nvcc is found), ON or OFF"),
     "DEEP_COMM_CUDA_ARCHS": (
         "90a",
-        "the GPUs it is built for, 80, 90a, 100f and 120f, with semicolons between; each may end "
-        "in -real (no PTX) or -virtual (PTX alone)",
+        "the GPUs it is built for (docs/guide/status.md): 80, 90a, 100f, 120f, with semicolons "
+        "between",
     ),
     "DEEP_COMM_NVSHMEM": ("AUTO", "the NVSHMEM module: AUTO (built when both are found), ON, OFF"),
     "DEEP_COMM_TESTS": ("OFF", "the module of native tests"),
@@ -280,7 +294,9 @@ def describe() -> str:
     for variable in REGISTRY:
         value = os.environ.get(variable.name, "(unset)")
         default = "-" if variable.default is None else str(variable.default)
-        rows.append((variable.name, value, default, f"{variable.doc} ({variable.kind})"))
+        rows.append(
+            (variable.name, value, default, f"{variable.doc} {variable.more} ({variable.kind})")
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deep_comm.errors import DeepCommError
+from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
 from deep_comm.settings import command_line
 from deep_comm.settings.command_line import at_least
 from deep_comm.simulate import MachineError, Simulation, run
@@ -53,9 +54,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--seed", type=at_least(0), default=0, help="of the first run")
     add("--runs", type=at_least(1), default=1, help="how many runs, with ascending seeds")
-    add("--ranks", type=at_least(1), default=defaults.num_ranks, help="ranks, all of one node")
+    add("--ranks", type=at_least(1, MAX_RANKS_PER_NODE), default=defaults.num_ranks,
+        help="ranks, all of one node")  # fmt: skip
     add("--tokens", type=at_least(0), default=defaults.num_tokens, help="tokens per rank")
-    add("--hidden", type=at_least(1), default=defaults.hidden,
+    add("--hidden", type=at_least(8, multiple=8), default=defaults.hidden,
         help="bfloat16 elements of a token, a multiple of 8")  # fmt: skip
     add("--experts", type=at_least(1), default=defaults.num_experts, help="of all ranks together")
     add("--topk", type=at_least(1), default=defaults.num_topk, help="experts per token")
@@ -82,10 +84,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(arguments)
-    if options.ranks > 8:
-        parser.error("--ranks: must be at most 8, the ranks of a node")
-    if options.hidden % 8 != 0:
-        parser.error("--hidden: must be a multiple of 8")
     try:  # the machine knows its faults, policies and places
         Simulation(num_ranks=options.ranks, seed=options.seed, **_machine(options))
     except ValueError as error:

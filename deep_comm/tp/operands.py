@@ -157,7 +157,7 @@ def checked_operands(
 
 
 def _rule_of_fused(rows: int, x: Tensor, weights: Sequence[Weight], memory: SymmetricMemory) -> str:
-    """What a fused product of ``rows`` rows a rank lacks, or ""."""
+    """What a fused product of ``rows`` rows per rank lacks, or ""."""
     if memory.device.type != "cuda" or torch.cuda.get_device_capability(memory.device) != (9, 0):
         return "must not be fused except on GPUs of sm_90"
     try:

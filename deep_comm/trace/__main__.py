@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         recordings = load(options.files)
         if not recordings:
-            print("no recordings there", file=sys.stderr)
-            return 1
+            command_line.refuse("trace", "files: no recordings there")
         alignments, times = {}, {}
         for buffer, group in groupby(recordings, key=lambda recording: recording.buffer):
             of_buffer = list(group)
@@ -64,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.output.write_text(json.dumps(chrome_trace(recordings, alignments)))
             print(f"written: {options.output}", file=sys.stderr)
     except (DeepCommError, OSError) as error:
-        print(f"{error}", file=sys.stderr)
-        return 1
+        command_line.refuse("trace", f"{error}")
     return 0
 
 

@@ -65,7 +65,7 @@ def _read(path: Path) -> Recording:
         return Recording(**fields, events=events)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArgumentError(
-            "file", str(path), f"must be one of a Buffer's traces ({error!r})"
+            "file", str(path), "must be a trace that a Buffer left in DEEP_COMM_TRACE_DIR"
         ) from error
 
 

@@ -28,7 +28,7 @@ def sweeps(passed_on: Sequence[str]) -> list[list[str]]:
     is_chosen = any(argument.split("=")[0] in ("--mode", "--sms") for argument in passed_on)
     chosen = options.parse(passed_on, name="tune")
     if chosen.family != "normal":
-        raise SystemExit("deep_comm tune: error: --mode: must be direct, ring or both")
+        command_line.refuse("tune", "--mode: must be direct, ring or both")
     parts: Sequence[list[str]] = GPU_SWEEPS if chosen.on_gpu else HOST_SWEEPS
     made = [[*fixed, *part, *passed_on] for part in ([[]] if is_chosen else parts)]
     for arguments in made:

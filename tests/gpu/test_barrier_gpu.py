@@ -92,7 +92,7 @@ def _normal(group):
 
 
 def _hooks(group):
-    """The same of low-latency calls, both phases of each in launches of their own."""
+    """Low-latency calls with hooks: each phase is a launch of its own."""
     num_ranks, num_tokens = group.size(), 8
     num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
         num_tokens, HIDDEN, num_ranks, num_ranks

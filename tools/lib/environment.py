@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,12 +144,19 @@ def prepare(*, tests: bool, python: str | None = None) -> Environment:
     return environment
 
 
-def run_command(name: str, arguments: Sequence[str]) -> int:
-    """`deep_comm NAME`, in an environment that is made first unless --python names one."""
+def run_command(
+    name: str, arguments: Sequence[str], check: Callable[[Sequence[str]], object] | None = None
+) -> int:
+    """`deep_comm NAME`, in an environment that is made first unless --python names one. What
+    `check` refuses ends the process before that.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--python")
     own, passed_on = parser.parse_known_args(list(arguments))
     try:
+        check_machine()
+        if check is not None:  # setting up takes minutes
+            check(passed_on)
         environment = prepare(tests=False, python=own.python)
     except SetupError as error:
         say(f"set-up failed: {error}")
@@ -159,6 +166,20 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     code = subprocess.run(command, env=environment.variables()).returncode
     say(f"{name}: OK" if code == 0 else f"{name}: FAILED (exit code {code})")
     return 0 if code == 0 else 1
+
+
+def require_modules() -> None:
+    """Of tools that build nothing: end the process if this interpreter lacks torch or deep_comm."""
+    try:
+        import torch  # noqa: F401
+
+        import deep_comm._core  # noqa: F401
+    except ImportError as error:
+        tool = Path(sys.argv[0]).name
+        sys.exit(
+            f"{tool}: {error}\nRun it in an environment that has torch and deep_comm, such as the "
+            f"one that tools/test makes: .venv/bin/python tools/{tool}"
+        )
 
 
 def check_machine() -> None:
@@ -284,6 +305,7 @@ def install_package(interpreter: Path, *, tests: bool, nvcc: str | None) -> None
         return
     stamp.unlink(missing_ok=True)
     started = time.monotonic()
+    say("    building, which takes minutes the first time")
     variables = {"DEEP_COMM_TESTS": "ON" if tests else "OFF"}
     if nvcc is not None:
         variables["CUDACXX"] = nvcc

@@ -40,6 +40,12 @@ def prose(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
+def bullet(text: str) -> str:
+    return textwrap.fill(
+        f"* {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
 def linked(text: str) -> str:
     """Paths of pages, which terminals show as they are, as links of a page of the guide."""
     text = re.sub(r"\bdocs/guide/([\w-]+)\.md", r"[\1](\1.md)", text)
@@ -106,6 +112,12 @@ def environment_page() -> str:
         lines.append(
             f"| `{variable.name}` | {default} | {linked(variable.doc)} | {variable.kind} |"
         )
+    lines += ["", "More about some of them:", ""]
+    lines += [
+        bullet(f"`{variable.name}`: {linked(variable.more)}")
+        for variable in env.REGISTRY
+        if variable.more
+    ]
     lines += [
         "",
         "## Of the build",

@@ -236,6 +236,57 @@ def auto_mode() -> Drawing:
     return it
 
 
+def ways_in() -> Drawing:
+    it = Drawing(820, 310, "Ways into deep_comm: drop-in, native adapter, layer, calls")
+    rows = (
+        ("orange", ("vLLM, SGLang, trainers", "as released: import deep_ep"),
+         ("drop-in deep_ep", "deep_comm compat install")),
+        ("purple", ("vLLM, SGLang", "a variable, or a launcher"),
+         ("native adapter", "fewer calls and copies")),
+        ("green", ("your program", "inference or training"),
+         ("ExpertParallel", "prefill, decode, auto")),
+    )  # fmt: skip
+    for number, (colour, program, way) in enumerate(rows):
+        y = 24 + 76 * number
+        it.box(20, y, 220, 52, "grey", *program)
+        it.arrow([(242, y + 26), (288, y + 26)], colour, width=2)
+        it.box(290, y, 210, 52, colour, *way)
+        it.arrow([(502, y + 26), (548, y + 26)], colour, width=2)
+    it.arrow([(130, 230), (130, 258), (602, 258), (602, 232)], "green", width=2, dashed=True)
+    it.text(366, 252, "or its calls by hand", look="dim small", at="middle")
+    it.box(550, 24, 105, 204, "blue", "deep_comm", ".Buffer")
+    it.arrow([(657, 126), (688, 126)], "blue", width=2)
+    it.box(690, 24, 112, 204, "grey", "kernels for", "GPUs,", "processes,", "simulation")
+    _caption(
+        it,
+        288,
+        "Every way ends in the same native calls. The kernels have one source for all three.",
+    )
+    return it
+
+
+def silent_rank() -> Drawing:
+    it = Drawing(820, 262, "A rank ends in the middle; the others go on without it")
+    steps = ((92, 96, "green", "call"), (196, 196, "orange", "waits, at most timeout_s"),
+             (400, 104, "purple", "PeerTimeout"), (512, 150, "blue", "reset(without=[2])"),
+             (670, 96, "green", "call"))  # fmt: skip
+    for rank in range(4):
+        y = 26 + 44 * rank
+        it.text(80, y + 20, f"rank {rank}", look="dim", at="end")
+        for x, width, colour, words in steps:
+            if rank != 2:
+                it.box(x, y, width, 30, colour, words, look="ink small")
+        if rank == 2:
+            it.box(92, y, 96, 30, "green", "call", look="ink small")
+            it.text(204, y + 20, "has ended", look="dim small")
+    it.line([(92, 210), (770, 210)])
+    it.text(770, 226, "time", look="dim small", at="end")
+    _caption(
+        it, 240, "PeerTimeout names the rank that did not come. The CUDA context stays usable."
+    )
+    return it
+
+
 def expert_major() -> Drawing:
     it = Drawing(820, 350, "Rows by source, and rows by expert")
     it.text(30, 30, "rank 0 receives (experts 0 and 1)", look="ink bold")
@@ -273,8 +324,8 @@ def expert_major() -> Drawing:
 def times() -> Drawing:
     panels = json.loads((FOLDER / "times.json").read_text())["panels"]
     height = 20 + sum(88 + 58 * len(panel["rows"]) for panel in panels)
-    it = Drawing(820, height, "Times beside NCCL and the limit of the links")
-    y, left, room = 34.0, 230.0, 470.0
+    it = Drawing(820, height, "Times beside NCCL, DeepEP V1 and the limit of the links")
+    y, left, room = 34.0, 230.0, 340.0  # beside the longest bar there is room for its words
     for panel in panels:
         it.text(20, y, panel["title"], look="ink bold title")
         it.text(20, y + 18, panel["setting"], look="dim small")
@@ -287,15 +338,15 @@ def times() -> Drawing:
             it.text(left + own + 8, y + 15, f"{row['us']:g} µs  deep_comm", look="ink small")
             it.box(left, y + 23, other, 20, "grey")
             words = f"{row['rival_us']:g} µs  {row['rival']}"
-            fits = left + other + 8 + 6.2 * len(words) < it.width - 10
-            where, at = (left + other + 8, "start") if fits else (left + other - 8, "end")
-            it.text(where, y + 38, words, look="ink small", at=at)
-            limit = row.get("limit_us") or row["us"] * row["of_limit"]
-            x = left + room * limit / largest
-            it.line([(x, y - 3), (x, y + 46)], "orange", width=2.5)
+            it.text(left + other + 8, y + 38, words, look="ink small")
+            if "limit" in panel:
+                limit = row.get("limit_us") or row["us"] * row["of_limit"]
+                x = left + room * limit / largest
+                it.line([(x, y - 3), (x, y + 46)], "orange", width=2.5)
             y += 58
-        it.line([(left, y + 2), (left + 22, y + 2)], "orange", width=2.5)
-        it.text(left + 30, y + 6, panel["limit"], look="dim small")
+        if "limit" in panel:
+            it.line([(left, y + 2), (left + 22, y + 2)], "orange", width=2.5)
+            it.text(left + 30, y + 6, panel["limit"], look="dim small")
         y += 56
     return it
 
@@ -307,8 +358,10 @@ PICTURES = {
     "expert-major.svg": expert_major,
     "low-latency.svg": low_latency,
     "overlap.svg": overlap,
+    "silent-rank.svg": silent_rank,
     "times.svg": times,
     "two-tiers.svg": two_tiers,
+    "ways-in.svg": ways_in,
 }
 
 

@@ -33,7 +33,10 @@ def register() -> list[str]:
     try:
         source = importlib.import_module(_SOURCE)
     except ImportError as error:
-        raise UnsupportedError(f"cannot import {_SOURCE}: {error}") from error
+        raise UnsupportedError(
+            f"cannot import {_SOURCE} ({error}): SGLang is not installed here, or the adapter does "
+            "not know this SGLang; the drop-in needs less of it (deep_comm compat install)"
+        ) from error
     if not hasattr(source, _NAME):
         raise UnsupportedError(f"{_SOURCE} has no {_NAME}: the adapter does not know this SGLang")
     modules = [source]

@@ -38,7 +38,11 @@ def register() -> None:
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
-            raise UnsupportedError(f"cannot import {module_name}: {error}") from error
+            raise UnsupportedError(
+                f"cannot import {module_name} ({error}): vLLM is not installed here, or the "
+                "adapter does not know this vLLM; the drop-in needs less of it (deep_comm compat "
+                "install)"
+            ) from error
         if not hasattr(module, name):
             raise UnsupportedError(
                 f"{module_name} has no {name}: this vLLM is not one that the adapter knows, or "

@@ -71,7 +71,7 @@ def test_describe_lists_every_variable_with_value_and_default(
     lines = env.describe().splitlines()
     assert len(lines) == 1 + len(env.REGISTRY)
     row = next(line for line in lines if line.startswith("DEEP_COMM_TIMEOUT_S"))
-    assert re.match(r"DEEP_COMM_TIMEOUT_S\s+7\s+30\.0\s+how long", row)
+    assert re.match(r"DEEP_COMM_TIMEOUT_S\s+7\s+30\.0\s+How long", row)
 
 
 def test_typing_errors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,12 @@ def other_capacities(group: Any) -> None:
     buffer.low_latency_dispatch(X, IDX, 8 + 8 * group.rank(), EXPERTS, use_fp8=False)
 
 
+def combine_of_another_dtype(group: Any) -> None:
+    buffer = build(group)
+    sent = buffer.dispatch(X, **ROUTING)
+    buffer.combine(sent.recv_x.half() if group.rank() else sent.recv_x, sent.handle)
+
+
 def different(**changed: Any) -> Callable[[Any], Any]:
     """A dispatch of which rank 1's arguments differ."""
     return lambda group: build(group).dispatch(
@@ -73,7 +79,7 @@ MISMATCH, ARGUMENT = errors.ConfigMismatch, errors.ArgumentError
 FINDINGS = {
     "a Buffer without bytes": Finding(
         lambda group: build(group, 0).dispatch(X, **ROUTING), errors.BufferTooSmall,
-        ("without rings, and faster", "receive region", "num_nvl_bytes"),
+        ("without rings, and faster", "receive region", "num_nvl_bytes", "Buffer.for_shape finds"),
     ),
     "low latency without memory": Finding(
         lambda group: build(group, low_latency_mode=True), ARGUMENT,
@@ -102,7 +108,14 @@ FINDINGS = {
         gradients_on_one_rank, MISMATCH, ("the operation: rank 0 has '", "rank 1 has '"), 2
     ),
     "other capacities": Finding(
-        other_capacities, MISMATCH, ("num_max_dispatch_tokens_per_rank", "reset()"), 2
+        other_capacities, MISMATCH,
+        ("the operation low_latency_dispatch: ranks 0 and 1 differ in num_max_dispatch_tokens",
+         "DEEP_COMM_LOG=debug", "reset()"), 2,
+    ),
+    "combines of other dtypes": Finding(
+        combine_of_another_dtype, MISMATCH,
+        ("the operation combine: ranks 0 and 1 differ in a shape, a dtype", "Compare the calls"),
+        2,
     ),
     "weights on one rank": Finding(
         different(topk_weights=None), MISMATCH,
@@ -154,3 +167,17 @@ def test_a_mistake_is_told_in_the_words_of_the_caller(name: str) -> None:
         assert isinstance(error, finding.kind), repr(error)
         for words in finding.words:
             assert words in str(error), str(error)
+
+
+def test_low_latency_calls_warn_of_a_gradient_that_is_lost() -> None:
+    def body(group: Any) -> None:
+        num_bytes = Buffer.get_low_latency_rdma_size_hint(16, HIDDEN, 1, EXPERTS)
+        buffer = build(group, 0, num_rdma_bytes=num_bytes, low_latency_mode=True)
+        x = X.clone().requires_grad_()
+        with pytest.warns(UserWarning, match="low_latency_dispatch has no gradient"):
+            sent = buffer.low_latency_dispatch(x, IDX, 16, EXPERTS, use_fp8=False)
+        rows = sent.recv_x.detach().requires_grad_()
+        with pytest.warns(UserWarning, match="low_latency_combine has no gradient"):
+            buffer.low_latency_combine(rows, IDX, WEIGHTS, sent.handle)
+
+    local.run(body, 1, timeout_s=60)

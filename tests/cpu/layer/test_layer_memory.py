@@ -120,10 +120,10 @@ def test_the_words_name_every_part_and_the_total() -> None:
     text = str(memory)
     for words in (
         "8 ranks, 256 experts of hidden size 7168, top-8, bfloat16",
-        "up to 4096 tokens a rank",
+        "up to 4096 tokens per rank",
         "The Buffer holds",
-        "for decode calls of up to 128 tokens a rank",
-        "A prefill call of 4096 tokens a rank",
+        "for decode calls of up to 128 tokens per rank",
+        "A prefill call of 4096 tokens per rank",
         "A decode call makes tensors",
         "GiB",
     ):

@@ -60,6 +60,7 @@ def test_help_needs_no_torch_and_shows_an_example(name: str) -> None:
     "arguments",
     [
         ["doctor", "machine"], ["bench", "--tokens", "0"], ["bench", "--hidden", "7"],
+        ["bench", "--ranks", "9"], ["bench", "--ranks", "4", "--ranks-per-node", "3"],
         ["tune", "--out", "/no/such/folder/x"], ["tune", "--topk", "99"],
         ["trace", "/no/such/file"], ["trace", "/", "--last", "0"], ["simulate", "--ranks", "0"],
         ["simulate", "--fault", "foo"], ["demo", "--ranks", "0"], ["demo", "--tokens", "x"],
@@ -72,6 +73,25 @@ def test_bad_values_are_refused_before_torch_is_imported(arguments: list[str]) -
     done = run(*arguments, before=WITHOUT_TORCH)
     assert done.returncode == 2, done.stderr
     assert done.stderr and not any(word in done.stderr for word in ("Traceback", "torch: "))
+    if arguments[0] != "examples":  # which lists them
+        told = done.stderr.splitlines()  # not hidden below a screen of usage
+        assert len(told) == 2 and told[0].startswith(f"deep_comm {arguments[0]}: error: ")
+        assert told[1] == f"`deep_comm {arguments[0]} --help` says what it takes."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("dispatch_combine --ranks 9", "--ranks: must be at most 8; got 9"),
+     ("decode_graph --hidden 12", "--hidden: must be a multiple of 8; got 12"),
+     ("overlap --hidden 4", "--hidden: must be at least 8; got 4")],
+)  # fmt: skip
+def test_examples_refuse_bad_values_before_ranks_start(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["examples", *arguments.split()])
+    told = capsys.readouterr().err
+    assert words in told and "starting" not in told
 
 
 @pytest.mark.parametrize("name", ["bench", "demo", "tune"])

@@ -95,6 +95,7 @@ def test_a_browser_shows_every_page(site: Path, address: str) -> None:
                 else None
             ),
         )
+        page.set_viewport_size({"width": 390, "height": 844})  # of a phone
         for file in sorted(site.rglob("*.html")):
             name = str(file.relative_to(site))
             if name == "404.html":
@@ -104,6 +105,9 @@ def test_a_browser_shows_every_page(site: Path, address: str) -> None:
                 "[...document.images].filter(it => it.naturalWidth == 0).map(it => it.src)"
             )
             troubles += [f"{name}: {image}" for image in unseen]
+            if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                troubles.append(f"{name}: wider than a phone; what is wide must scroll by itself")
+        page.set_viewport_size({"width": 1280, "height": 1000})
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             for name in ("index", "guide/expert-parallelism", "api/buffer"):

@@ -89,6 +89,33 @@ def test_tools_explain_themselves(tool: str) -> None:
     assert done.returncode == 0 and "exit code is the verdict" in done.stdout
 
 
+def run_bare(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """By a Python without packages."""
+    command = [sys.executable, "-S", str(ROOT / "tools" / tool), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["demo", "--ranks", "0"], 2), (["demo", "/no/such/file"], 2), (["demo", "--nosuch"], 2),
+     (["tune", "--help"], 0)],
+)  # fmt: skip
+def test_tools_answer_before_they_set_anything_up(arguments: list[str], code: int) -> None:
+    done = run_bare(*arguments)
+    assert done.returncode == code and "Python environment" not in done.stdout, done.stdout
+    if code:
+        assert done.stderr.startswith("deep_comm demo: error: ")
+    else:
+        assert "usage: deep_comm tune" in done.stdout
+
+
+@pytest.mark.parametrize("tool", ["released_adapters", "rival_tests"])
+def test_tools_that_build_nothing_say_where_to_run_them(tool: str) -> None:
+    done = run_bare(tool, "--help")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f".venv/bin/python tools/{tool}" in done.stderr
+
+
 def test_continuous_integration_calls_the_test_tool() -> None:
     text = (ROOT / ".ci" / "run").read_text()
     assert "tools/test" in text

@@ -170,8 +170,8 @@ def test_files_of_a_program_that_knows_nothing_of_it(tmp_path: Path, monkeypatch
         [sys.executable, "-m", "deep_comm.trace", str(merged)],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 1
-    assert "must be one of a Buffer's traces" in done.stderr
+    assert done.returncode == 2
+    assert "must be a trace that a Buffer left" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("value", [-1, 4097, 1.0, "1"])
