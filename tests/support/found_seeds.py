@@ -7,6 +7,6 @@ from __future__ import annotations
 # it would.
 PROGRAMS = [2138, 2983]
 
-# test_internode_staged_simulated.py. Without the fence that joins the sums of several blocks into
-# one chunk these fail.
+# test_internode_simulated.py. Without the fence that joins the sums of several blocks into one
+# chunk these fail.
 CHUNKS = [23, 40, 69, 95]

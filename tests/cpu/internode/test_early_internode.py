@@ -1,5 +1,6 @@
 """A dispatch between nodes goes out behind its notify, before the host knows how many rows come:
-when that succeeds, when not, and what failures leave behind.
+when that succeeds, when not, and what failures leave behind. Under schedules, and with faults:
+test_internode_simulated.py.
 """
 
 import threading
@@ -8,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import InternodeCase, direct
 from deep_comm._simt_tests import EarlyDispatches
 from on_buffers import on_buffers
-from roundtrip import run_case, verify
-from schedules import find_fault, pass_without_fault
 
 from deep_comm import Buffer
 from deep_comm.errors import PeerTimeout
@@ -111,9 +109,6 @@ def test_without_a_region_nothing_goes_out_early() -> None:
     on_nodes(main, num_direct_bytes=0)
 
 
-# ---- failures -----------------------------------------------------------------------------------
-
-
 def test_a_rank_that_ends_between_the_two_launches_is_named_by_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,33 +143,3 @@ def test_a_rank_that_ends_between_the_two_launches_is_named_by_all(
         return named
 
     assert on_nodes(main, timeout_s=0.5) == [2, 2, None, 2]
-
-
-# ---- simulated ----------------------------------------------------------------------------------
-
-CASE = direct(
-    InternodeCase(
-        (9, 6, 12, 5),
-        experts=4,
-        topk=3,
-        hidden=48,
-        num_sms=4,
-        slots=2,
-        send_chunk=1,
-        calls=3,
-        rail_slots=4,
-        rail_chunk=2,
-        nvl_bytes=1 << 19,
-        rdma_bytes=1 << 19,
-        fused_layout=True,
-    )  # fmt: skip
-)
-
-
-@pytest.mark.parametrize("fault", ["skip_entry_barrier", "skip_bulk_wait", "weaken_release"])
-def test_simulation_finds_the_fault(fault: str, way: str) -> None:
-    find_fault(fault, CASE, run_case, verify)
-
-
-def test_the_same_runs_pass_without_a_fault(way: str) -> None:
-    pass_without_fault(CASE, run_case, verify)

@@ -26,14 +26,10 @@ from deep_comm.errors import (
 
 NODES = dict(num_rdma_bytes=4 << 20, num_direct_bytes=4 << 20, ranks_per_node=2, device="cpu")
 PAIR = {**NODES, "ranks_per_node": 1}
-RAILS = {"stored": "1", "put": "0"}
 
-
-@pytest.fixture(params=RAILS, autouse=True)
-def _rail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows are put, the rail may read what a combine has staged when the dispatch behind it
-    has begun."""
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", RAILS[request.param])
+# Where rows are put, the rail may read what a combine has staged when the dispatch behind it has
+# begun.
+pytestmark = pytest.mark.usefixtures("way")
 
 
 # ---- rows that could not leave before their number was known -------------------------------------

@@ -22,12 +22,8 @@ from deep_comm.reference import internode as reference_internode
 
 NODES = dict(num_rdma_bytes=4 << 20, num_direct_bytes=4 << 20, ranks_per_node=2, device="cpu")
 PAIR = {**NODES, "ranks_per_node": 1}
-RAILS = {"stored": "1", "put": "0"}
 
-
-@pytest.fixture(params=RAILS, autouse=True)
-def _rail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", RAILS[request.param])
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def given_of(x: torch.Tensor, form: str) -> Any:
