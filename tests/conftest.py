@@ -63,6 +63,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+@pytest.fixture(params=["node", "put", "stored"])
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Inside a node, or between nodes; there rows are put, or stored: no NIC holds them back."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
+    return request.param
+
+
 @pytest.fixture
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores reach the memory of all nodes: nothing is put."""

@@ -48,7 +48,6 @@ SUITES = {
     ),
     "low_latency": (
         "cpu/low_latency/test_low_latency_simulated.py",
-        "cpu/low_latency/test_low_latency_internode_simulated.py",
         "cpu/low_latency/test_low_latency_masks.py",
         "cpu/normal/test_max_num_tokens.py",
     ),

@@ -1,6 +1,6 @@
-"""Low-latency calls go on without ranks that fall silent, inside a node and between nodes: one, a
-whole node, at every stage, in the middle of a kernel, behind a NIC that stands still; and with their
-return.
+"""Low-latency calls go on without ranks that fall silent, inside a node and between nodes: one or a
+whole node, at every stage, in the middle of a kernel, behind a NIC that stands still; and with
+their return.
 """
 
 from __future__ import annotations
@@ -38,13 +38,6 @@ from deep_comm import ArgumentError, Buffer, MaskedOut, simulate
 # Ranks that fall silent, in nodes of two.
 ONE, NODE = (DEAD,), (2, 3)
 VARIANTS = ("packed", "late", "compact", "one_rounding", "fp8")
-
-
-@pytest.fixture(params=["node", "put", "stored"])
-def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Inside a node, or between nodes; there rows are put, or stored: no NIC holds them back."""
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
-    return request.param
 
 
 not_stored = pytest.mark.parametrize("tier", ["node", "put"], indirect=True)
