@@ -142,7 +142,7 @@ def random_case(seed: int, max_ranks: int = 5) -> CollectiveCase:
     return CollectiveCase(num_ranks, tuple(call() for _ in range(choose.choice((1, 3, 4)))))
 
 
-def ring(group: Any, rounds: int = 3, device: Any = "cpu") -> list[list[float]]:
+def ring(group: Any, device: Any = "cpu", rounds: int = 3) -> list[list[float]]:
     """Every rank stores to the next one, signals, and waits for the one before."""
     seen = []
     with SymmetricMemory(group, 1 << 14, device=device) as memory:
@@ -160,6 +160,25 @@ def ring(group: Any, rounds: int = 3, device: Any = "cpu") -> list[list[float]]:
             words.wait(1, after)
         assert words.local.tolist() == [rounds, rounds]
     return seen
+
+
+def verify_ring(results: Any, rounds: int = 3) -> None:
+    for rank, seen in enumerate(results):
+        before = (rank - 1) % len(results)
+        assert seen == [[10.0 * before + number] * 6 for number in range(rounds)]
+
+
+def run_on_gpu(group: Any, device: torch.device, case: CollectiveCase) -> list[Tensor]:
+    return run_case(group, case, device=device, timeout_s=30)
+
+
+def norms_on_gpus(num_ranks: int) -> CollectiveCase:
+    calls = tuple(
+        Call(NORM, shape, dtype, 16)
+        for shape in ((1, 264), (5, 8192), (300, 1024))
+        for dtype in FLOATS
+    )
+    return CollectiveCase(num_ranks, calls, staging_bytes=4 << 20)
 
 
 def together(fn: Any, num_ranks: int = 2, timeout_s: float = 20.0, **options: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # test_mixed_calls.py, programs under a schedule. What the second dispatch counted, before any peer
-# had come, once lay over sums that the rail had yet to read; test_new_tier_calls.py makes sure that
+# had come, once lay over sums that the rail had yet to read; test_tier_calls.py makes sure that
 # it would.
 PROGRAMS = [2138, 2983]
 

@@ -139,17 +139,20 @@ def device_products(op: str, method: str) -> tuple[Product, ...]:
     )
 
 
-def _memory_on(group: Any, index: int, timeout_s: float = 30) -> SymmetricMemory:
-    device = torch.device("cuda", index)
+def _memory_on(group: Any, device: torch.device, timeout_s: float = 30) -> SymmetricMemory:
     return SymmetricMemory(group, 0, staging_bytes=8 << 20, device=device, timeout_s=timeout_s)
 
 
-def bits_of_fused(group: Any, op: str, index: int) -> str:
+def run_on_gpu(group: Any, device: torch.device, case: ProductCase) -> list[Tensor]:
+    return run_case(group, case, device=device, timeout_s=30)
+
+
+def bits_of_fused(group: Any, device: torch.device, op: str) -> str:
     """Values of any size: the order of sums shows. The product alone runs on what was gathered."""
     from deep_comm.tp import product as alone
 
-    with _memory_on(group, index) as memory:
-        ranks, rank, device = memory.group_size, memory.rank, memory.device
+    with _memory_on(group, device) as memory:
+        ranks, rank = memory.group_size, memory.rank
         rows, depth, columns = 256, 520, 648
         of = lambda seed, *shape: (
             torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
@@ -180,11 +183,11 @@ def bits_of_fused(group: Any, op: str, index: int) -> str:
     return ""
 
 
-def replayed(group: Any, op: str, method: str, index: int, replays: int) -> str:
+def replayed(group: Any, device: torch.device, op: str, method: str, replays: int) -> str:
     """A graph of three calls, replayed between eager calls, with another x each time."""
     product = Product(op, method, 128, 64, 40)
-    with _memory_on(group, index) as memory:
-        ranks, rank, device = memory.group_size, memory.rank, memory.device
+    with _memory_on(group, device) as memory:
+        ranks, rank = memory.group_size, memory.rank
         rows = product.rows * (1 if op == "all_gather_matmul" else ranks)
         x = torch.zeros((rows, product.depth), dtype=torch.bfloat16, device=device)
         weight = torch.zeros((product.depth, product.columns), dtype=x.dtype, device=device)
@@ -229,13 +232,13 @@ def replayed(group: Any, op: str, method: str, index: int, replays: int) -> str:
     return ""
 
 
-def late_and_absent(group: Any, method: str, index: int) -> str:
+def late_and_absent(group: Any, device: torch.device, method: str) -> str:
     """A rank that comes late is waited for. One that does not come is named, soon; then reset."""
     import time
 
     from deep_comm import errors
 
-    with _memory_on(group, index, timeout_s=4) as memory:
+    with _memory_on(group, device, timeout_s=4) as memory:
         x = torch.ones((256, 64), dtype=torch.bfloat16, device=memory.device)
         weight = torch.eye(64, dtype=x.dtype, device=memory.device)
 
@@ -270,9 +273,9 @@ def late_and_absent(group: Any, method: str, index: int) -> str:
         return "" if call() else "wrong after reset"
 
 
-def scaled_on_device(group: Any, index: int) -> str:
+def scaled_on_device(group: Any, device: torch.device) -> str:
     """FP8 through the library: decomposed has the bits of unfused, near those of float32."""
-    with _memory_on(group, index) as memory:
+    with _memory_on(group, device) as memory:
         generator = torch.Generator().manual_seed(memory.rank)
         x = torch.randn(256, 256, generator=generator)
         weight = torch.randn(128, 256, generator=generator)
