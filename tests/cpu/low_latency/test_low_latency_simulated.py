@@ -226,8 +226,9 @@ def test_more_selections_than_are_counted_at_once(case: LowLatencyCase) -> None:
 
 
 @pytest.mark.parametrize("silent", [1, 2])
-@pytest.mark.parametrize("stage", ["dispatch", "combine"])
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
+@pytest.mark.parametrize(
+    ("ranks_per_node", "stage"), [(None, "dispatch"), (2, "dispatch"), (2, "combine")]
+)
 def test_a_rank_that_stays_away_is_named_on_all_nodes(
     ranks_per_node: int | None, stage: str, silent: int
 ) -> None:
