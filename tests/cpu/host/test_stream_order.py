@@ -157,7 +157,7 @@ def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
             for number in range(4):
                 log.current = streams[number % len(streams)]
                 bench.cached() if number % 2 else bench.combine()
-                assert number in log.known[log.current]
+                assert number in log.known[log.current] and log.kernels[-1][0] == COMM
             bench.cached(async_finish=True)[5].current_stream_wait()
             bench.log.assert_in_order()
             log.current = streams[0]
