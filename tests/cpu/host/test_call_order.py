@@ -1,7 +1,7 @@
 """The order of native calls among streams (csrc/host/stream_order.hpp), on streams that keep CUDA's
-rules (fake_cuda): kernels of one Buffer must run one at a time, in the order of the calls, on every
-stream; and what the framework's allocator is told of. Whole calls, graphs, and that these checks can
-fail: test_stream_order.py."""
+rules (fake_cuda): kernels of one Buffer must run one at a time, in the order of the calls, on
+every stream; and what the framework's allocator is told of. Whole calls, graphs, and that these
+checks can fail: test_stream_order.py."""
 
 from __future__ import annotations
 
