@@ -77,12 +77,6 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything for another node is put, on the same host as well."""
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
-
-
-@pytest.fixture
 def on_the_host(poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that are told no device are of the host target."""
     monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")

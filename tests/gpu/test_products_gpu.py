@@ -7,8 +7,9 @@ import functools
 import gpu_cases
 import products
 import pytest
+from collectives import verify
 from gpu_cases import on_own_device
-from products import METHODS_ON_GPUS, OPS, Product, ProductCase, device_products, verify
+from products import METHODS_ON_GPUS, OPS, Product, ProductCase, device_products
 
 REPLAYS = 1000
 

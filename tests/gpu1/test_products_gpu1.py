@@ -5,8 +5,9 @@ from __future__ import annotations
 import gpu_cases
 import products
 import pytest
+from collectives import verify
 from gpu_cases import on_own_device
-from products import METHODS_ON_GPUS, OPS, ProductCase, device_products, verify
+from products import METHODS_ON_GPUS, OPS, ProductCase, device_products
 
 
 def run(num_ranks: int, fn, *args: object) -> list:

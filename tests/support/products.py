@@ -7,11 +7,11 @@ each rank, by which sums of ranks are rounded.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from collectives import FLOATS
 from torch import Tensor
 
 from deep_comm import tp
@@ -19,7 +19,6 @@ from deep_comm.reference import tp as reference
 from deep_comm.symmetric import SymmetricMemory
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,22 @@ class Product:
 @dataclass(frozen=True)
 class ProductCase:
     num_ranks: int
-    products: tuple[Product, ...]
+    calls: tuple[Product, ...]
     staging_bytes: int = 1 << 14
+
+    def expected(self) -> list[list[Tensor]]:
+        """By call, then by rank."""
+        found = []
+        for number, product in enumerate(self.calls):
+            given = [
+                operands(product, self.num_ranks, rank, number) for rank in range(self.num_ranks)
+            ]
+            x, weights = [pair[0] for pair in given], [pair[1] for pair in given]
+            outs = getattr(reference, product.op)(x, weights)
+            if product.op == "all_gather_matmul":
+                outs = [torch.cat([torch.cat(x), out], dim=1) for out in outs]
+            found.append(outs)
+        return found
 
 
 def operands(product: Product, num_ranks: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
@@ -71,37 +84,12 @@ def run_case(group: Any, case: ProductCase, **options: Any) -> list[Tensor]:
     options = {"device": "cpu", **options}
     results = []
     with SymmetricMemory(group, 0, staging_bytes=case.staging_bytes, **options) as memory:
-        for number, product in enumerate(case.products):
+        for number, product in enumerate(case.calls):
             given = operands(product, case.num_ranks, memory.rank, number)
             x, weight = (each.to(memory.device) for each in given)
             results.append(make(product, x, weight, memory))
             x.fill_(77)
         return [result.cpu() for result in results]
-
-
-def expected(case: ProductCase) -> list[list[Tensor]]:
-    """By call, then by rank."""
-    found = []
-    for number, product in enumerate(case.products):
-        given = [operands(product, case.num_ranks, rank, number) for rank in range(case.num_ranks)]
-        x, weights = [pair[0] for pair in given], [pair[1] for pair in given]
-        outs = getattr(reference, product.op)(x, weights)
-        if product.op == "all_gather_matmul":
-            outs = [torch.cat([torch.cat(x), out], dim=1) for out in outs]
-        found.append(outs)
-    return found
-
-
-def verify(case: ProductCase, results: Sequence[Sequence[Tensor]]) -> None:
-    for number, by_rank in enumerate(expected(case)):
-        for rank, wanted in enumerate(by_rank):
-            got = results[rank][number]
-            name = f"call {number}, {case.products[number]}, rank {rank}"
-            assert got.shape == wanted.shape and got.dtype == wanted.dtype, name
-            if not torch.equal(got, wanted):
-                where = (got != wanted).nonzero()[0].tolist()
-                at = got[tuple(where)].item(), wanted[tuple(where)].item()
-                raise AssertionError(f"{name}: {where} is {at[0]}, expected {at[1]}")
 
 
 def random_case(seed: int, max_ranks: int = 4) -> ProductCase:
