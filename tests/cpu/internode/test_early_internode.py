@@ -11,6 +11,7 @@ import pytest
 import torch
 from deep_comm._simt_tests import EarlyDispatches
 from on_buffers import on_buffers
+from run_by import run_by
 
 from deep_comm import Buffer
 from deep_comm.errors import PeerTimeout
@@ -48,23 +49,19 @@ def call(
     return launches, recv_x
 
 
-def test_rows_move_before_the_host_knows_how_many(way: str) -> None:
-    def main(buffer: Buffer) -> None:
-        assert [call(buffer, 20, call_idx=step)[0] for step in range(3)] == [EARLY] * 3
-        # Fewer and more than ever: what was reserved was for others.
-        assert call(buffer, 3)[0] == EARLY
-        assert call(buffer, 24)[0] == EARLY
-
-    on_nodes(main)
+@run_by(on_nodes)
+def test_rows_move_before_the_host_knows_how_many(buffer: Buffer, /, way: str) -> None:
+    assert [call(buffer, 20, call_idx=step)[0] for step in range(3)] == [EARLY] * 3
+    # Fewer and more than ever: what was reserved was for others.
+    assert call(buffer, 3)[0] == EARLY
+    assert call(buffer, 24)[0] == EARLY
 
 
-def test_a_rank_that_knew_of_no_rows_has_room_the_next_time() -> None:
-    def main(buffer: Buffer) -> None:
-        num_tokens = 0 if buffer.rank == 3 else 12
-        launches = [call(buffer, num_tokens, call_idx=step)[0] for step in range(3)]
-        assert launches == [TWICE, EARLY, EARLY]
-
-    on_nodes(main)
+@run_by(on_nodes)
+def test_a_rank_that_knew_of_no_rows_has_room_the_next_time(buffer: Buffer, /) -> None:
+    num_tokens = 0 if buffer.rank == 3 else 12
+    launches = [call(buffer, num_tokens, call_idx=step)[0] for step in range(3)]
+    assert launches == [TWICE, EARLY, EARLY]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +76,10 @@ def test_without_room_all_ranks_launch_again_and_try_less_often(options: dict[st
     assert on_nodes(main, **options) == [[TWICE if early else EARLY for early in tried]] * 4
 
 
-def test_one_call_with_very_many_tokens_is_not_remembered_for_ever() -> None:
-    def main(buffer: Buffer) -> None:
-        launches = [call(buffer, num_tokens)[0] for num_tokens in (20, 4000, 20, 20)]
-        assert launches == [EARLY, TWICE, EARLY, EARLY]
-
-    on_nodes(main)
+@run_by(on_nodes)
+def test_one_call_with_very_many_tokens_is_not_remembered_for_ever(buffer: Buffer, /) -> None:
+    launches = [call(buffer, num_tokens)[0] for num_tokens in (20, 4000, 20, 20)]
+    assert launches == [EARLY, TWICE, EARLY, EARLY]
 
 
 def test_attempts_come_back_after_a_success() -> None:
@@ -102,11 +97,9 @@ def test_attempts_come_back_after_a_success() -> None:
     assert early.is_next()
 
 
-def test_without_a_region_nothing_goes_out_early() -> None:
-    def main(buffer: Buffer) -> None:
-        assert [call(buffer, 9)[0] for _ in range(2)] == [EARLY] * 2
-
-    on_nodes(main, num_direct_bytes=0)
+@run_by(on_nodes, num_direct_bytes=0)
+def test_without_a_region_nothing_goes_out_early(buffer: Buffer, /) -> None:
+    assert [call(buffer, 9)[0] for _ in range(2)] == [EARLY] * 2
 
 
 def test_a_rank_that_ends_between_the_two_launches_is_named_by_all(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from chained_calls import run_calls
 from payload import assert_same_bits
+from run_by import run_by
 from schedules import some_of
 from small_calls import E, H, K, T, inputs, on_normal, parts_of
 
@@ -88,24 +89,22 @@ def test_calls_along_a_known_routing(
     on_normal(body, 4, **NODES)
 
 
-def test_what_is_added_to_calls() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
-        rows = buffer.dispatch(x, handle=handle)[0]
-        sums = buffer.combine(rows, handle)[0]
-        copies = handle.is_token_in_rank.sum(1, keepdim=True)
-        assert torch.equal(sums, x * copies)
-        for other in 2 * (handle, tuple(handle)):
-            biased = buffer.combine(rows, other, bias=x)[0]
-            assert torch.equal(biased, (sums.float() + x.float()).bfloat16())
-        fp8, scales = buffer.dispatch(x, handle, use_fp8=True)[0]
-        assert (fp8.dtype, scales.shape) == (torch.float8_e4m3fn, (len(rows), H // 128))
-        by_column = buffer.dispatch(x, handle, use_fp8=True, column_major_scales=True)[0]
-        assert torch.equal(by_column[1], scales) and by_column[1].stride(0) == 1
-        assert torch.equal(by_column[0].float(), fp8.float())
-
-    on_normal(body, 2, **PAIR)
+@run_by(on_normal, 2, **PAIR)
+def test_what_is_added_to_calls(buffer: Any, rank: int, /) -> None:
+    x, idx, weights = inputs(rank)
+    handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
+    rows = buffer.dispatch(x, handle=handle)[0]
+    sums = buffer.combine(rows, handle)[0]
+    copies = handle.is_token_in_rank.sum(1, keepdim=True)
+    assert torch.equal(sums, x * copies)
+    for other in 2 * (handle, tuple(handle)):
+        biased = buffer.combine(rows, other, bias=x)[0]
+        assert torch.equal(biased, (sums.float() + x.float()).bfloat16())
+    fp8, scales = buffer.dispatch(x, handle, use_fp8=True)[0]
+    assert (fp8.dtype, scales.shape) == (torch.float8_e4m3fn, (len(rows), H // 128))
+    by_column = buffer.dispatch(x, handle, use_fp8=True, column_major_scales=True)[0]
+    assert torch.equal(by_column[1], scales) and by_column[1].stride(0) == 1
+    assert torch.equal(by_column[0].float(), fp8.float())
 
 
 @pytest.mark.parametrize("lacks", ["num_direct_bytes", "num_rdma_bytes"])
@@ -125,26 +124,24 @@ def test_calls_through_rings_give_the_same(lacks: str) -> None:
     on_normal(body, 2, **sizes)
 
 
-def test_blocks_go_back() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, _ = inputs(rank)
-        handle = buffer.dispatch(x, topk_idx=idx, num_experts=E)[4]
-        rows = buffer.dispatch(x, handle)[0]
-        sums = buffer.combine(rows, handle)[0]
-        region = buffer._context.region
-        free = region.num_free_bytes
-        before = sys.getrefcount(x), sys.getrefcount(rows), sys.getrefcount(handle)
-        for _ in range(20):
-            again = buffer.dispatch(x, handle)[0]
-            assert torch.equal(buffer.combine(again, handle)[0], sums)
-            del again
-        assert (sys.getrefcount(x), sys.getrefcount(rows), sys.getrefcount(handle)) == before
-        assert region.num_free_bytes == free
-        buffer.destroy()
-        with pytest.raises(BufferDestroyed):
-            buffer.combine(rows, handle)
-
-    on_normal(body, 2, **PAIR)
+@run_by(on_normal, 2, **PAIR)
+def test_blocks_go_back(buffer: Any, rank: int, /) -> None:
+    x, idx, _ = inputs(rank)
+    handle = buffer.dispatch(x, topk_idx=idx, num_experts=E)[4]
+    rows = buffer.dispatch(x, handle)[0]
+    sums = buffer.combine(rows, handle)[0]
+    region = buffer._context.region
+    free = region.num_free_bytes
+    before = sys.getrefcount(x), sys.getrefcount(rows), sys.getrefcount(handle)
+    for _ in range(20):
+        again = buffer.dispatch(x, handle)[0]
+        assert torch.equal(buffer.combine(again, handle)[0], sums)
+        del again
+    assert (sys.getrefcount(x), sys.getrefcount(rows), sys.getrefcount(handle)) == before
+    assert region.num_free_bytes == free
+    buffer.destroy()
+    with pytest.raises(BufferDestroyed):
+        buffer.combine(rows, handle)
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
@@ -157,30 +154,27 @@ def test_calls_behind_each_other_give_what_they_give_alone(ranks_per_node: int) 
 EARLY, TWICE = 4, 5
 
 
-def test_where_a_region_is_full_all_ranks_do_alike() -> None:
+@run_by(on_normal, 2, **{**PAIR, "num_direct_bytes": 1 << 18})
+def test_where_a_region_is_full_all_ranks_do_alike(buffer: Any, rank: int, /) -> None:
     """One rank has no room. All try less and less often, and again when one attempt was right."""
+    x, idx, weights = inputs(rank, 12)
+    region = buffer._context.region
+    want = []
 
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank, 12)
-        region = buffer._context.region
-        want = []
+    def launches() -> int:
+        before = buffer.runtime.num_launches
+        rows = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[0]
+        want.append(rows.clone())
+        assert torch.equal(rows, want[0])
+        return buffer.runtime.num_launches - before
 
-        def launches() -> int:
-            before = buffer.runtime.num_launches
-            rows = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[0]
-            want.append(rows.clone())
-            assert torch.equal(rows, want[0])
-            return buffer.runtime.num_launches - before
-
-        assert [launches(), launches()] == [EARLY, EARLY]
-        kept = region.allocate(region.num_free_bytes - 8192) if rank == 1 else None
-        tried = [True, True, False, True, False, False, True]
-        assert [launches() for _ in tried] == [TWICE if early else EARLY for early in tried]
-        del kept
-        # Three calls are not tried. The fourth is, and then every one.
-        assert [launches() for _ in range(6)] == [EARLY] * 6
-
-    on_normal(body, 2, **{**PAIR, "num_direct_bytes": 1 << 18})
+    assert [launches(), launches()] == [EARLY, EARLY]
+    kept = region.allocate(region.num_free_bytes - 8192) if rank == 1 else None
+    tried = [True, True, False, True, False, False, True]
+    assert [launches() for _ in tried] == [TWICE if early else EARLY for early in tried]
+    del kept
+    # Three calls are not tried. The fourth is, and then every one.
+    assert [launches() for _ in range(6)] == [EARLY] * 6
 
 
 # ---- handles -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import ROUTINGS
 from layer_cases import LayerCase, build, random_steps, run, verify
+from run_by import run_by
 from schedules import some_of
 
 import deep_comm
@@ -141,123 +142,112 @@ def test_fp8_rows_are_those_of_quantising_first() -> None:
 CASE = LayerCase(((1, 1),), max_tokens=6, decode_tokens=2)
 
 
-def test_bad_arguments_are_named_before_anything_is_exchanged() -> None:
-    def main(group: Any) -> None:
-        good = dict(hidden=64, num_experts=4, num_topk=2, max_tokens=8, device="cpu")
-        for name, value in (
-            ("hidden", 7), ("hidden", 0), ("num_experts", 0), ("num_topk", 65), ("max_tokens", 0),
-            ("decode_tokens", 9), ("decode_tokens", 0), ("mode", "fast"), ("dtype", torch.int8),
-            ("expert_alignment", 0), ("max_recv_rows", 0), ("fp8", True),
-        ):  # fmt: skip
-            with pytest.raises(ArgumentError) as caught:
-                deep_comm.ExpertParallel(group, **{**good, name: value})
-            assert caught.value.argument == name, (name, value, str(caught.value))
-        with pytest.raises(ArgumentError, match="bfloat16"):
-            deep_comm.ExpertParallel(group, **good, mode="decode", dtype=torch.float32)
-
-    local.run(main, 1, timeout_s=30)
+@run_by(local.run, 1, timeout_s=30)
+def test_bad_arguments_are_named_before_anything_is_exchanged(group: Any, /) -> None:
+    good = dict(hidden=64, num_experts=4, num_topk=2, max_tokens=8, device="cpu")
+    for name, value in (
+        ("hidden", 7), ("hidden", 0), ("num_experts", 0), ("num_topk", 65), ("max_tokens", 0),
+        ("decode_tokens", 9), ("decode_tokens", 0), ("mode", "fast"), ("dtype", torch.int8),
+        ("expert_alignment", 0), ("max_recv_rows", 0), ("fp8", True),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError) as caught:
+            deep_comm.ExpertParallel(group, **{**good, name: value})
+        assert caught.value.argument == name, (name, value, str(caught.value))
+    with pytest.raises(ArgumentError, match="bfloat16"):
+        deep_comm.ExpertParallel(group, **good, mode="decode", dtype=torch.float32)
 
 
-def test_options_that_cannot_be_are_named_before_anything_is_launched() -> None:
+@run_by(local.run, 1, timeout_s=30)
+def test_options_that_cannot_be_are_named_before_anything_is_launched(group: Any, /) -> None:
     """Bad tensors: test_layer_steps.py."""
-
-    def main(group: Any) -> None:
-        with build(group, CASE) as layer, torch.no_grad():
-            x, idx = torch.zeros(2, 64).bfloat16(), torch.zeros(2, 2).long()
-            weights, same = torch.ones(2, 2), layer_cases.Experts()
-            with pytest.raises(ArgumentError, match="mode"):
-                layer(x, idx, weights, same, mode="other")
-            with pytest.raises(ArgumentError, match="bounded"):
-                layer(x, idx, weights, same, bounded=True)
-            assert same.modes == []
-            with pytest.raises(ArgumentError, match="no gradients"), torch.enable_grad():
-                layer(x.requires_grad_(), idx, weights, same, mode="decode")
-
-    local.run(main, 1, timeout_s=30)
+    with build(group, CASE) as layer, torch.no_grad():
+        x, idx = torch.zeros(2, 64).bfloat16(), torch.zeros(2, 2).long()
+        weights, same = torch.ones(2, 2), layer_cases.Experts()
+        with pytest.raises(ArgumentError, match="mode"):
+            layer(x, idx, weights, same, mode="other")
+        with pytest.raises(ArgumentError, match="bounded"):
+            layer(x, idx, weights, same, bounded=True)
+        assert same.modes == []
+        with pytest.raises(ArgumentError, match="no gradients"), torch.enable_grad():
+            layer(x.requires_grad_(), idx, weights, same, mode="decode")
 
 
-def test_ranks_that_are_built_differently_are_told() -> None:
-    def main(group: Any) -> None:
-        with pytest.raises(ConfigMismatch):
-            deep_comm.ExpertParallel(
-                group, hidden=64, num_experts=4, num_topk=2 + group.rank(), max_tokens=8,
-                device="cpu",
-            )  # fmt: skip
-
-    local.run(main, 2, timeout_s=30)
-
-
-def test_a_buffer_may_be_shared_and_is_not_destroyed_with_the_layer() -> None:
-    def main(group: Any) -> None:
-        memory = deep_comm.ExpertParallel.estimate_memory(
-            2, hidden=64, num_experts=8, num_topk=2, max_tokens=6, decode_tokens=2,
-            device_type="cpu",
+@run_by(local.run, 2, timeout_s=30)
+def test_ranks_that_are_built_differently_are_told(group: Any, /) -> None:
+    with pytest.raises(ConfigMismatch):
+        deep_comm.ExpertParallel(
+            group, hidden=64, num_experts=4, num_topk=2 + group.rank(), max_tokens=8,
+            device="cpu",
         )  # fmt: skip
-        with deep_comm.Buffer(
-            group, memory.num_nvl_bytes, memory.low_latency_region, low_latency_mode=True,
-            device="cpu", timeout_s=30,
-        ) as buffer, torch.no_grad():  # fmt: skip
-            for mode in ("auto", "decode"):
-                case = LayerCase(((2, 1),), 6, 2, mode=mode)
-                layer = build(None, case, device=None, buffer=buffer)
-                y = layer(*layer_cases.inputs(case, buffer.rank, 0), layer_cases.Experts())
-                assert y.shape[0] == (2, 1)[buffer.rank]
-                layer.destroy()
-            assert buffer.runtime is not None
-        with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=30) as small:
-            with pytest.raises(ArgumentError, match="low_latency_mode"):
-                build(None, CASE, device=None, buffer=small)
-        with (
-            deep_comm.Buffer(
-                group, 1 << 20, 1 << 10, low_latency_mode=True, device="cpu", timeout_s=30
-            ) as small,
-            pytest.raises(BufferTooSmall),
-        ):
+
+
+@run_by(local.run, 2, timeout_s=30)
+def test_a_buffer_may_be_shared_and_is_not_destroyed_with_the_layer(group: Any, /) -> None:
+    memory = deep_comm.ExpertParallel.estimate_memory(
+        2, hidden=64, num_experts=8, num_topk=2, max_tokens=6, decode_tokens=2,
+        device_type="cpu",
+    )  # fmt: skip
+    with deep_comm.Buffer(
+        group, memory.num_nvl_bytes, memory.low_latency_region, low_latency_mode=True,
+        device="cpu", timeout_s=30,
+    ) as buffer, torch.no_grad():  # fmt: skip
+        for mode in ("auto", "decode"):
+            case = LayerCase(((2, 1),), 6, 2, mode=mode)
+            layer = build(None, case, device=None, buffer=buffer)
+            y = layer(*layer_cases.inputs(case, buffer.rank, 0), layer_cases.Experts())
+            assert y.shape[0] == (2, 1)[buffer.rank]
+            layer.destroy()
+        assert buffer.runtime is not None
+    with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=30) as small:
+        with pytest.raises(ArgumentError, match="low_latency_mode"):
             build(None, CASE, device=None, buffer=small)
+    with (
+        deep_comm.Buffer(
+            group, 1 << 20, 1 << 10, low_latency_mode=True, device="cpu", timeout_s=30
+        ) as small,
+        pytest.raises(BufferTooSmall),
+    ):
+        build(None, CASE, device=None, buffer=small)
 
-    local.run(main, 2, timeout_s=30)
 
-
-def test_a_layer_that_has_lost_a_peer_can_be_reset() -> None:
-    def main(group: Any) -> None:
-        case = LayerCase(((2, 2), (5, 1)), 6, 2)
-        with build(group, case, timeout_s=3) as layer, torch.no_grad():
-            layer(*layer_cases.inputs(case, group.rank(), 1), layer_cases.Experts())
-            assert not layer.rule.begins_with_decode
-            if group.rank() == 0:
-                with pytest.raises(deep_comm.PeerTimeout):
-                    layer(*layer_cases.inputs(case, 0, 0), layer_cases.Experts())
-            group.barrier()
-            layer.reset()
-            assert layer.rule.begins_with_decode
-            experts = layer_cases.Experts()
-            layer(*layer_cases.inputs(case, group.rank(), 0), experts)
-            assert experts.modes == ["decode"]
-
-    local.run(main, 2, timeout_s=30)
+@run_by(local.run, 2, timeout_s=30)
+def test_a_layer_that_has_lost_a_peer_can_be_reset(group: Any, /) -> None:
+    case = LayerCase(((2, 2), (5, 1)), 6, 2)
+    with build(group, case, timeout_s=3) as layer, torch.no_grad():
+        layer(*layer_cases.inputs(case, group.rank(), 1), layer_cases.Experts())
+        assert not layer.rule.begins_with_decode
+        if group.rank() == 0:
+            with pytest.raises(deep_comm.PeerTimeout):
+                layer(*layer_cases.inputs(case, 0, 0), layer_cases.Experts())
+        group.barrier()
+        layer.reset()
+        assert layer.rule.begins_with_decode
+        experts = layer_cases.Experts()
+        layer(*layer_cases.inputs(case, group.rank(), 0), experts)
+        assert experts.modes == ["decode"]
 
 
 # ---- captured calls, batches --------------------------------------------------------------------
 
 
-def test_a_captured_step_is_decode_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def main(group: Any) -> None:
-        case = LayerCase(((2, 1), (6, 1)), 6, 2)
-        with build(group, case) as layer, torch.no_grad():
-            layer(*layer_cases.inputs(case, group.rank(), 1), layer_cases.Experts())
-            before = layer.rule.num_steps
-            layer._steps.is_capturing = lambda: True
-            experts = layer_cases.Experts()
-            layer(*layer_cases.inputs(case, group.rank(), 0), experts)
-            assert experts.modes == ["decode"] and layer.rule.num_steps == before
-            batch = layer.dispatch(*layer_cases.inputs(case, group.rank(), 0), mode="prefill")
-            assert batch.counts is None and batch.x.shape[0] == 2 * 6 * case.topk
-            layer.combine(batch, batch.x)
-            many = torch.zeros(3, 64).bfloat16()
-            with pytest.raises(ArgumentError, match="captured"):
-                layer.dispatch(many, torch.zeros(3, 2).long(), torch.ones(3, 2))
-
-    local.run(main, 2, timeout_s=30)
+@run_by(local.run, 2, timeout_s=30)
+def test_a_captured_step_is_decode_and_asks_nothing(
+    group: Any, /, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = LayerCase(((2, 1), (6, 1)), 6, 2)
+    with build(group, case) as layer, torch.no_grad():
+        layer(*layer_cases.inputs(case, group.rank(), 1), layer_cases.Experts())
+        before = layer.rule.num_steps
+        layer._steps.is_capturing = lambda: True
+        experts = layer_cases.Experts()
+        layer(*layer_cases.inputs(case, group.rank(), 0), experts)
+        assert experts.modes == ["decode"] and layer.rule.num_steps == before
+        batch = layer.dispatch(*layer_cases.inputs(case, group.rank(), 0), mode="prefill")
+        assert batch.counts is None and batch.x.shape[0] == 2 * 6 * case.topk
+        layer.combine(batch, batch.x)
+        many = torch.zeros(3, 64).bfloat16()
+        with pytest.raises(ArgumentError, match="captured"):
+            layer.dispatch(many, torch.zeros(3, 2).long(), torch.ones(3, 2))
 
 
 def test_groups_hold_rows_by_source_rank_and_token() -> None:
@@ -347,25 +337,24 @@ def test_ranks_of_several_nodes_get_their_sums(
     assert seen == ({"prefill", "decode"} if mode == "auto" else {mode})
 
 
-def test_bounded_batches_between_nodes_do_not_bound_what_is_handed_on() -> None:
+@run_by(local.run, 6)
+def test_bounded_batches_between_nodes_do_not_bound_what_is_handed_on(
+    group: local.ThreadGroup, /
+) -> None:
     """Rank 0 has no token, hands 18 on and keeps 9, with room for 10."""
-
-    def main(group: local.ThreadGroup) -> None:
-        rank = group.rank()
-        num_tokens = 9 if rank in (2, 4) else 0
-        x = torch.arange(num_tokens * 64.0).view(num_tokens, 64).bfloat16()
-        idx = ((torch.arange(num_tokens) + rank // 2) % 2).unsqueeze(1)
-        with deep_comm.ExpertParallel(
-            group, hidden=64, num_experts=6, num_topk=1, max_tokens=9, mode="prefill",
-            max_recv_rows=10, device="cpu", ranks_per_node=2,
-        ) as layer:  # fmt: skip
-            batch = layer.dispatch(x, idx, torch.full((num_tokens, 1), 0.5), bounded=True)
-            assert batch.x.shape[0] == 10
-            assert batch.num_tokens_per_expert.tolist() == [9 if rank < 2 else 0]
-            y = layer.combine(batch, batch.x)
-            assert torch.equal(y, x * 0.5)
-
-    local.run(main, 6)
+    rank = group.rank()
+    num_tokens = 9 if rank in (2, 4) else 0
+    x = torch.arange(num_tokens * 64.0).view(num_tokens, 64).bfloat16()
+    idx = ((torch.arange(num_tokens) + rank // 2) % 2).unsqueeze(1)
+    with deep_comm.ExpertParallel(
+        group, hidden=64, num_experts=6, num_topk=1, max_tokens=9, mode="prefill",
+        max_recv_rows=10, device="cpu", ranks_per_node=2,
+    ) as layer:  # fmt: skip
+        batch = layer.dispatch(x, idx, torch.full((num_tokens, 1), 0.5), bounded=True)
+        assert batch.x.shape[0] == 10
+        assert batch.num_tokens_per_expert.tolist() == [9 if rank < 2 else 0]
+        y = layer.combine(batch, batch.x)
+        assert torch.equal(y, x * 0.5)
 
 
 def test_nodes_of_processes_take_every_mode() -> None:

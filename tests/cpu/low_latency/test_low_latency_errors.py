@@ -9,6 +9,7 @@ import pytest
 import torch
 from low_latency import LowLatencyCase, run_pairs, verify
 from on_buffers import on_buffers
+from run_by import run_by
 
 from deep_comm import (
     ArgumentError,
@@ -51,21 +52,17 @@ def dispatch(buffer: Buffer, **changes: Any) -> Any:
     return buffer.low_latency_dispatch(**arguments)
 
 
-def test_a_region_that_is_too_small_says_what_would_do() -> None:
-    def main(buffer: Buffer) -> None:
-        with pytest.raises(BufferTooSmall, match="num_rdma_bytes") as caught:
-            dispatch(buffer, num_max_dispatch_tokens_per_rank=4000)
-        assert caught.value.needed_bytes > CASE.num_bytes
-
-    together(main)
+@run_by(together)
+def test_a_region_that_is_too_small_says_what_would_do(buffer: Buffer, /) -> None:
+    with pytest.raises(BufferTooSmall, match="num_rdma_bytes") as caught:
+        dispatch(buffer, num_max_dispatch_tokens_per_rank=4000)
+    assert caught.value.needed_bytes > CASE.num_bytes
 
 
-def test_low_latency_calls_need_low_latency_mode() -> None:
-    def main(buffer: Buffer) -> None:
-        with pytest.raises(ArgumentError, match="low_latency_mode"):
-            dispatch(buffer)
-
-    on_buffers(main, 2, 0, 1 << 20)
+@run_by(on_buffers, 2, 0, 1 << 20)
+def test_low_latency_calls_need_low_latency_mode(buffer: Buffer, /) -> None:
+    with pytest.raises(ArgumentError, match="low_latency_mode"):
+        dispatch(buffer)
 
 
 def test_as_many_experts_as_a_block_can_count_twice() -> None:

@@ -30,6 +30,7 @@ from low_latency_masks import (
     verify_any_stop,
     verify_outcomes,
 )
+from run_by import run_by
 from schedules import some_of
 
 import deep_comm
@@ -287,17 +288,15 @@ def test_masks_by_hand(tier: str) -> None:
     mask_by_hand(case_in(tier, calls=1, mode="plain"))
 
 
-def test_masks_need_enable_shrink() -> None:
-    def main(buffer: Buffer) -> None:
-        for call in (
-            lambda: buffer.low_latency_update_mask_buffer(0, True),
-            lambda: buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
-            buffer.low_latency_clean_mask_buffer,
-        ):
-            with pytest.raises(ArgumentError, match="enable_shrink"):
-                call()
-
-    on_case(main, LowLatencyCase((4,), 4))
+@run_by(on_case, LowLatencyCase((4,), 4))
+def test_masks_need_enable_shrink(buffer: Buffer, /) -> None:
+    for call in (
+        lambda: buffer.low_latency_update_mask_buffer(0, True),
+        lambda: buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
+        buffer.low_latency_clean_mask_buffer,
+    ):
+        with pytest.raises(ArgumentError, match="enable_shrink"):
+            call()
 
 
 def test_the_hint_between_nodes_has_room_for_masks() -> None:

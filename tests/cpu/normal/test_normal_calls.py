@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_by import run_by
 from schedules import some_of
 from small_calls import (
     CASTS,
@@ -45,28 +46,24 @@ def require_same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64])
-def test_layouts(idx_dtype: torch.dtype) -> None:
-    def body(buffer: Any, rank: int) -> None:
-        for num_tokens, num_experts in ((T, E), (0, E), (T, 2 * E), (1, E)):
-            idx = inputs(rank, num_tokens, idx_dtype)[1]
-            per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(
-                idx, num_experts
-            )
-            want = reference.get_dispatch_layout(idx, num_experts, R)
-            assert per_node is None and event.event is None
-            require_same(per_rank, want.num_tokens_per_rank, "per rank")
-            require_same(per_expert, want.num_tokens_per_expert, "per expert")
-            require_same(mask, want.is_token_in_rank, "mask")
-        idx = inputs(rank, T, idx_dtype)[1]
-        idx[1, 0] = E
-        with pytest.raises(deep_comm.ExpertIndexError):
-            buffer.get_dispatch_layout(idx, E)
-        before = sys.getrefcount(idx)
-        for _ in range(20):
-            buffer.get_dispatch_layout(idx, E + 1)
-        assert sys.getrefcount(idx) == before
-
-    on_normal(body)
+@run_by(on_normal)
+def test_layouts(buffer: Any, rank: int, /, idx_dtype: torch.dtype) -> None:
+    for num_tokens, num_experts in ((T, E), (0, E), (T, 2 * E), (1, E)):
+        idx = inputs(rank, num_tokens, idx_dtype)[1]
+        per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(idx, num_experts)
+        want = reference.get_dispatch_layout(idx, num_experts, R)
+        assert per_node is None and event.event is None
+        require_same(per_rank, want.num_tokens_per_rank, "per rank")
+        require_same(per_expert, want.num_tokens_per_expert, "per expert")
+        require_same(mask, want.is_token_in_rank, "mask")
+    idx = inputs(rank, T, idx_dtype)[1]
+    idx[1, 0] = E
+    with pytest.raises(deep_comm.ExpertIndexError):
+        buffer.get_dispatch_layout(idx, E)
+    before = sys.getrefcount(idx)
+    for _ in range(20):
+        buffer.get_dispatch_layout(idx, E + 1)
+    assert sys.getrefcount(idx) == before
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
@@ -293,76 +290,73 @@ def test_schedules_of_guesses_that_are_wrong(options: dict[str, Any], tier: str)
 
 
 @pytest.mark.parametrize("cast", [{}, *CASTS.values()], ids=["plain", *CASTS])
-def test_without_room_the_rows_take_the_rings(cast: dict[str, bool]) -> None:
+@run_by(on_normal, num_direct_bytes=1 << 18)
+def test_without_room_the_rows_take_the_rings(
+    buffer: Any, rank: int, /, cast: dict[str, bool]
+) -> None:
     """One rank's region is full, the others' are not; then it is free again."""
+    arguments = {**to_rank(1, 12), **cast}
+    launched = []
 
-    def body(buffer: Any, rank: int) -> None:
-        arguments = {**to_rank(1, 12), **cast}
-        launched = []
+    def dispatch() -> Any:
+        before = buffer.runtime.num_launches
+        received = buffer.dispatch(**arguments)
+        launched.append(buffer.runtime.num_launches - before)
+        return received
 
-        def dispatch() -> Any:
-            before = buffer.runtime.num_launches
-            received = buffer.dispatch(**arguments)
-            launched.append(buffer.runtime.num_launches - before)
-            return received
-
-        want = [part.clone() for part in parts_of(buffer.dispatch(**arguments)[0])]
-        kept = None
-        if rank == 1:
-            region = buffer._context.region
-            kept = region.allocate(region.num_free_bytes - 4096)
-        for _ in range(2):
-            received = dispatch()
-            handle = received[4]
-            again = buffer.dispatch(arguments["x"], handle=handle, **cast)[0]
-            for got, cached, part in zip(parts_of(received[0]), parts_of(again), want, strict=True):
-                require_same(got, part, "rows")
-                require_same(cached, part, "rows of a cached dispatch")
-            assert handle.num_recv_tokens_tensor.tolist() == [len(want[0])]
-            if not cast:
-                sums = buffer.combine(again, handle)[0]
-                assert torch.equal(sums, arguments["x"])
-        del kept
-        for got, part in zip(parts_of(dispatch()[0]), want, strict=True):
+    want = [part.clone() for part in parts_of(buffer.dispatch(**arguments)[0])]
+    kept = None
+    if rank == 1:
+        region = buffer._context.region
+        kept = region.allocate(region.num_free_bytes - 4096)
+    for _ in range(2):
+        received = dispatch()
+        handle = received[4]
+        again = buffer.dispatch(arguments["x"], handle=handle, **cast)[0]
+        for got, cached, part in zip(parts_of(received[0]), parts_of(again), want, strict=True):
             require_same(got, part, "rows")
-        # The full rank had nothing to launch in hope; the third call is no attempt.
-        assert launched == ([2, 2, 2] if rank == 1 else [3, 3, 2])
+            require_same(cached, part, "rows of a cached dispatch")
+        assert handle.num_recv_tokens_tensor.tolist() == [len(want[0])]
+        if not cast:
+            sums = buffer.combine(again, handle)[0]
+            assert torch.equal(sums, arguments["x"])
+    del kept
+    for got, part in zip(parts_of(dispatch()[0]), want, strict=True):
+        require_same(got, part, "rows")
+    # The full rank had nothing to launch in hope; the third call is no attempt.
+    assert launched == ([2, 2, 2] if rank == 1 else [3, 3, 2])
 
-    on_normal(body, num_direct_bytes=1 << 18)
 
+@run_by(on_normal, 1, num_direct_bytes=1 << 20)
+def test_memory_goes_back_and_a_full_region_is_no_error(buffer: Any, rank: int, /) -> None:
+    x, idx, weights = inputs(rank)
+    handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
+    rows = buffer.dispatch(x, handle=handle)[0]
+    sums = buffer.combine(rows, handle)[0]
+    region, heap = buffer._context.region, buffer._context.heap
+    free = region.num_free_bytes
+    before = sys.getrefcount(x), sys.getrefcount(rows)
+    for _ in range(50):
+        again = buffer.dispatch(x, handle=handle)[0]
+        assert torch.equal(buffer.combine(rows, handle)[0], sums)
+        assert region.num_free_bytes < free
+        del again
+    assert (sys.getrefcount(x), sys.getrefcount(rows)) == before
+    assert region.num_free_bytes == free
 
-def test_memory_goes_back_and_a_full_region_is_no_error() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
-        rows = buffer.dispatch(x, handle=handle)[0]
-        sums = buffer.combine(rows, handle)[0]
-        region, heap = buffer._context.region, buffer._context.heap
-        free = region.num_free_bytes
-        before = sys.getrefcount(x), sys.getrefcount(rows)
-        for _ in range(50):
-            again = buffer.dispatch(x, handle=handle)[0]
-            assert torch.equal(buffer.combine(rows, handle)[0], sums)
-            assert region.num_free_bytes < free
-            del again
-        assert (sys.getrefcount(x), sys.getrefcount(rows)) == before
-        assert region.num_free_bytes == free
+    def is_in_region(tensor: Tensor) -> bool:
+        return heap.base <= tensor.data_ptr() < heap.base + heap.num_bytes
 
-        def is_in_region(tensor: Tensor) -> bool:
-            return heap.base <= tensor.data_ptr() < heap.base + heap.num_bytes
-
-        for call in (
-            lambda: buffer.dispatch(x, handle=handle)[0],
-            lambda: buffer.dispatch(
-                x, topk_idx=idx, topk_weights=weights, num_experts=E, num_worst_tokens=T
-            )[0],
-        ):
-            held = [call()]  # until the region is full: then through the rings
-            while is_in_region(held[-1]):
-                held.append(call())
-            assert len(held) > 3
-            assert all(torch.equal(again, rows) for again in held)
-            del held
-        assert region.num_free_bytes == free
-
-    on_normal(body, 1, num_direct_bytes=1 << 20)
+    for call in (
+        lambda: buffer.dispatch(x, handle=handle)[0],
+        lambda: buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=E, num_worst_tokens=T
+        )[0],
+    ):
+        held = [call()]  # until the region is full: then through the rings
+        while is_in_region(held[-1]):
+            held.append(call())
+        assert len(held) > 3
+        assert all(torch.equal(again, rows) for again in held)
+        del held
+    assert region.num_free_bytes == free

@@ -18,6 +18,7 @@ from collectives import (
     together,
     verify,
 )
+from run_by import run_by
 
 from deep_comm import errors, local, tp
 from deep_comm.symmetric import SymmetricMemory
@@ -76,20 +77,18 @@ def test_an_all_gather_moves_any_dtype(dtype: torch.dtype) -> None:
     assert all(torch.equal(result, wanted) for result in local.run(fn, 3, timeout_s=60))
 
 
-def test_copy_engines_gather_into_symmetric_memory() -> None:
-    def fn(memory: SymmetricMemory) -> None:
-        out = memory.empty((6, 5), torch.float32)
-        for number in range(3):
-            x = torch.full((2, 5), 10.0 * memory.rank + number)
-            gathered = tp.all_gather(x, memory, out=out)
-            assert gathered.data_ptr() == out.local.data_ptr()
-            wanted = (10.0 * torch.arange(3) + number).repeat_interleave(2)
-            assert torch.equal(gathered, wanted[:, None].expand(6, 5))
-        for x, name in ((torch.ones(3, 5), "out"), (torch.ones(2, 5).bfloat16(), "x")):
-            with pytest.raises(errors.ArgumentError, match=name):
-                tp.all_gather(x, memory, out=out)
-
-    together(fn, 3)
+@run_by(together, 3)
+def test_copy_engines_gather_into_symmetric_memory(memory: SymmetricMemory, /) -> None:
+    out = memory.empty((6, 5), torch.float32)
+    for number in range(3):
+        x = torch.full((2, 5), 10.0 * memory.rank + number)
+        gathered = tp.all_gather(x, memory, out=out)
+        assert gathered.data_ptr() == out.local.data_ptr()
+        wanted = (10.0 * torch.arange(3) + number).repeat_interleave(2)
+        assert torch.equal(gathered, wanted[:, None].expand(6, 5))
+    for x, name in ((torch.ones(3, 5), "out"), (torch.ones(2, 5).bfloat16(), "x")):
+        with pytest.raises(errors.ArgumentError, match=name):
+            tp.all_gather(x, memory, out=out)
 
 
 def test_tensors_without_elements_launch_nothing() -> None:

@@ -9,6 +9,7 @@ import schedules
 import torch
 from collectives import FLOATS, together, verify
 from products import OPS, Product, ProductCase, run_case
+from run_by import run_by
 
 from deep_comm import local, tp
 from deep_comm.symmetric import SymmetricMemory
@@ -53,83 +54,81 @@ def test_a_left_out_step_is_noticed(fault: str) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("method", ["auto", "decomposed"])
-def test_rows_are_gathered_and_scattered_along_any_dimension(dim: int, method: Any) -> None:
-    def fn(memory: SymmetricMemory) -> None:
-        if dim in (2, -1) and method != "auto":
-            return
-        x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(memory.rank)).round()
-        weight = torch.arange(48.0).view(6, 8) % 5
-        wide = torch.cat([weight] * 2) if dim in (2, -1) else weight
-        all_x = [
-            torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(rank)).round()
-            for rank in range(2)
-        ]
-        gathered, (out,) = tp.all_gather_matmul(
-            x, wide, memory, gather_dim=dim, return_gathered=True, method=method
+@run_by(together)
+def test_rows_are_gathered_and_scattered_along_any_dimension(
+    memory: SymmetricMemory, /, dim: int, method: Any
+) -> None:
+    if dim in (2, -1) and method != "auto":
+        return
+    x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(memory.rank)).round()
+    weight = torch.arange(48.0).view(6, 8) % 5
+    wide = torch.cat([weight] * 2) if dim in (2, -1) else weight
+    all_x = [
+        torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(rank)).round()
+        for rank in range(2)
+    ]
+    gathered, (out,) = tp.all_gather_matmul(
+        x, wide, memory, gather_dim=dim, return_gathered=True, method=method
+    )
+    whole = torch.cat(all_x, dim=dim)
+    assert gathered is not None and torch.equal(gathered, whole)
+    assert torch.equal(out, whole @ wide)
+    for reduce_op, factor in (("sum", 1.0), ("avg", 0.5)):
+        part = tp.matmul_reduce_scatter(
+            x, weight, memory, scatter_dim=dim, reduce_op=reduce_op, method=method
         )
-        whole = torch.cat(all_x, dim=dim)
-        assert gathered is not None and torch.equal(gathered, whole)
-        assert torch.equal(out, whole @ wide)
-        for reduce_op, factor in (("sum", 1.0), ("avg", 0.5)):
-            part = tp.matmul_reduce_scatter(
-                x, weight, memory, scatter_dim=dim, reduce_op=reduce_op, method=method
-            )
-            total = sum((each @ weight for each in all_x), torch.zeros(())) * factor
-            assert torch.equal(part, total.chunk(2, dim=dim)[memory.rank])
-
-    together(fn)
+        total = sum((each @ weight for each in all_x), torch.zeros(())) * factor
+        assert torch.equal(part, total.chunk(2, dim=dim)[memory.rank])
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("form", ["tensor", "row", "block"])
-def test_fp8_with_scales(form: str, method: Any) -> None:
-    def fn(memory: SymmetricMemory) -> None:
-        rows, depth, columns = 4, 256, 128
-        shapes = {
-            "tensor": ((), ()),
-            "row": ((rows, 1), (1, columns)),
-            "block": ((rows, depth // 128), (depth // 128, columns // 128)),
-        }[form]
+@run_by(together)
+def test_fp8_with_scales(memory: SymmetricMemory, /, form: str, method: Any) -> None:
+    rows, depth, columns = 4, 256, 128
+    shapes = {
+        "tensor": ((), ()),
+        "row": ((rows, 1), (1, columns)),
+        "block": ((rows, depth // 128), (depth // 128, columns // 128)),
+    }[form]
 
-        def of(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-            generator = torch.Generator().manual_seed(rank)
-            x = torch.randint(-4, 5, (rows, depth), generator=generator).float()
-            weight = torch.randint(-4, 5, (depth, columns), generator=generator).float()
-            scales = [
-                2.0 ** torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes
-            ]
-            if form == "tensor":  # one number for all ranks
-                scales = [torch.tensor(0.5), torch.tensor(2.0)]
-            return x, weight, scales[0], scales[1]
-
-        def scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            if form == "block":
-                for dim in (0, 1):
-                    repeats = values.shape[dim] // scale.shape[dim]
-                    scale = scale.repeat_interleave(repeats, dim)
-            return values * scale
-
-        x, weight, x_scale, weight_scale = of(memory.rank)
-        fp8 = lambda values: values.to(torch.float8_e4m3fn)
-        everything = torch.cat([scaled(of(rank)[0], of(rank)[2]) for rank in range(2)])
-        wanted = everything @ scaled(weight, weight_scale)
-        _, (out,) = tp.all_gather_matmul(
-            fp8(x),
-            fp8(weight),
-            memory,
-            scales=(x_scale, weight_scale),
-            out_dtype=torch.float32,
-            method=method,
-        )
-        assert torch.equal(out, wanted)
-        parts = [
-            (scaled(of(rank)[0], of(rank)[2]) @ scaled(of(rank)[1], of(rank)[3])).bfloat16()
-            for rank in range(2)
+    def of(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randint(-4, 5, (rows, depth), generator=generator).float()
+        weight = torch.randint(-4, 5, (depth, columns), generator=generator).float()
+        scales = [
+            2.0 ** torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes
         ]
-        total = (parts[0].float() + parts[1].float()).bfloat16().chunk(2)[memory.rank]
-        part = tp.matmul_reduce_scatter(
-            fp8(x), fp8(weight), memory, scales=(x_scale, weight_scale), method=method
-        )
-        assert torch.equal(part, total)
+        if form == "tensor":  # one number for all ranks
+            scales = [torch.tensor(0.5), torch.tensor(2.0)]
+        return x, weight, scales[0], scales[1]
 
-    together(fn)
+    def scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if form == "block":
+            for dim in (0, 1):
+                repeats = values.shape[dim] // scale.shape[dim]
+                scale = scale.repeat_interleave(repeats, dim)
+        return values * scale
+
+    x, weight, x_scale, weight_scale = of(memory.rank)
+    fp8 = lambda values: values.to(torch.float8_e4m3fn)
+    everything = torch.cat([scaled(of(rank)[0], of(rank)[2]) for rank in range(2)])
+    wanted = everything @ scaled(weight, weight_scale)
+    _, (out,) = tp.all_gather_matmul(
+        fp8(x),
+        fp8(weight),
+        memory,
+        scales=(x_scale, weight_scale),
+        out_dtype=torch.float32,
+        method=method,
+    )
+    assert torch.equal(out, wanted)
+    parts = [
+        (scaled(of(rank)[0], of(rank)[2]) @ scaled(of(rank)[1], of(rank)[3])).bfloat16()
+        for rank in range(2)
+    ]
+    total = (parts[0].float() + parts[1].float()).bfloat16().chunk(2)[memory.rank]
+    part = tp.matmul_reduce_scatter(
+        fp8(x), fp8(weight), memory, scales=(x_scale, weight_scale), method=method
+    )
+    assert torch.equal(part, total)
