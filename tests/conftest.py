@@ -76,6 +76,12 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
 
 
+@pytest.fixture(params=["direct", *(f"seed {seed}" for seed in range(6))])
+def machine(request: pytest.FixtureRequest) -> str:
+    """Of simt_machine.run_on: directly, or simulated."""
+    return request.param
+
+
 @pytest.fixture
 def on_the_host(poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that are told no device are of the host target."""
