@@ -139,21 +139,23 @@ def test_constructor_forms_of_both_releases(group, /) -> None:
     assert buffer.runtime is None
 
 
-class OneRank:
-    """An MPI communicator of one rank."""
+class Comm:
+    """An MPI communicator of so many ranks, as rank 0 sees it; the others bring what it brings, or
+    what ``allgather`` says."""
+
+    def __init__(self, size: int, allgather=None) -> None:
+        self.size = size
+        self.allgather = allgather or (lambda payload: [payload] * size)
 
     def Get_rank(self) -> int:
         return 0
 
     def Get_size(self) -> int:
-        return 1
-
-    def allgather(self, payload):
-        return [payload]
+        return self.size
 
 
 def test_communicator_by_position_as_later_releases_have_it() -> None:
-    comm = OneRank()
+    comm = Comm(1)
     buffer = deep_ep.Buffer(None, 1 << 20, 0, False, 24, True, False, True, False, comm)
     assert buffer.group is comm and buffer.explicitly_destroy and not buffer.enable_shrink
     later = deep_ep.Buffer(None, 1 << 20, comm=comm)
@@ -221,20 +223,12 @@ def test_low_latency_memory_agrees_though_one_rank_alone_asked_for_the_hint() ->
     shapes = hints._hinted.pop(hint)
     assert shapes == {(2, 64, 1024)}
 
-    class OtherRank:
-        """Ranks are threads here and share what hints know: this one brings another's answer."""
+    def allgather(known):
+        """Ranks are threads here and share what hints know: this brings another's answer."""
+        assert known[0] == []
+        return [known, (sorted(shapes), known[1])]
 
-        def Get_rank(self) -> int:
-            return 0
-
-        def Get_size(self) -> int:
-            return 2
-
-        def allgather(self, known):
-            assert known[0] == []
-            return [known, (sorted(shapes), known[1])]
-
-    assert hints.bytes_to_allocate(None, OtherRank(), hint) == region_bytes(2, 64, 1024)
+    assert hints.bytes_to_allocate(None, Comm(2, allgather), hint) == region_bytes(2, 64, 1024)
 
 
 @pytest.mark.parametrize("enable_shrink", [False, True])
@@ -243,18 +237,7 @@ def test_low_latency_memory_of_many_ranks_has_room_for_masks(
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "8")
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(512, 1024, 128, 256)
-
-    class Comm:
-        def Get_rank(self) -> int:
-            return 0
-
-        def Get_size(self) -> int:
-            return 128
-
-        def allgather(self, known):
-            return [known] * 128
-
-    assert hints.bytes_to_allocate(None, Comm(), hint, enable_shrink) == (
+    assert hints.bytes_to_allocate(None, Comm(128), hint, enable_shrink) == (
         deep_comm.Buffer.get_low_latency_rdma_size_hint(
             512, 1024, 128, 256, ranks_per_node=8, enable_shrink=enable_shrink
         )

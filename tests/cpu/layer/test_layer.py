@@ -1,5 +1,6 @@
 """ExpertParallel in every mode gives the reference's bits; ranks are threads or processes."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from schedules import some_of
 
 import deep_comm
 from deep_comm import ArgumentError, BufferTooSmall, ConfigMismatch, local
+from deep_comm.reference.low_latency import quantise
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -68,73 +70,50 @@ def test_ranks_may_be_processes() -> None:
     verify(case, forked.run(run, 3, case, timeout_s=100))
 
 
+FP8 = LayerCase(((5,) * 3,), 8, 8, hidden=384, experts=6, topk=3, fp8=True)
+
+
+def of_wide_rows(batch: deep_comm.ExpertBatch) -> torch.Tensor:
+    assert batch.scales is not None
+    return layer_cases.wide(batch.x, batch.scales)
+
+
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
 def test_fp8_scales_of_a_decode_step_that_is_received_later(ranks_per_node: int | None) -> None:
     """They are stored by column, and turned into rows behind the receive phase, not before it."""
-    hidden, experts, topk = 384, 6, 3
+    case = dataclasses.replace(FP8, mode="decode", ranks_per_node=ranks_per_node)
 
     def main(group: Any) -> None:
-        torch.manual_seed(group.rank())
-        x = torch.randn(5, hidden).bfloat16()
-        idx = torch.rand(5, experts).topk(topk).indices
-        weights = torch.rand(5, topk)
-
-        def compute(batch: deep_comm.ExpertBatch) -> torch.Tensor:
-            assert batch.scales is not None and batch.scales.shape == (len(batch.x), hidden // 128)
-            wide = batch.x.float().view(-1, hidden // 128, 128) * batch.scales.unsqueeze(2)
-            return wide.view(-1, hidden).bfloat16()
-
-        with deep_comm.ExpertParallel(
-            group, hidden=hidden, num_experts=experts, num_topk=topk, max_tokens=8,
-            decode_tokens=8, fp8=True, device="cpu", timeout_s=30, mode="decode",
-            ranks_per_node=ranks_per_node,
-        ) as layer, torch.no_grad():  # fmt: skip
-            expected = layer(x, idx, weights, compute)
-            with layer.dispatch_async(x, idx, weights) as sent:
+        given = layer_cases.inputs(case, group.rank(), 0)
+        with build(group, case, timeout_s=30) as layer, torch.no_grad():
+            expected = layer(*given, of_wide_rows)
+            with layer.dispatch_async(*given) as sent:
                 pass
-            assert torch.equal(layer.combine(sent.result(), compute(sent.result())), expected)
-            assert torch.equal(layer(x, idx, weights, compute, shared=torch.zeros_like), expected)
+            rows = of_wide_rows(sent.result())
+            assert torch.equal(layer.combine(sent.result(), rows), expected)
+            assert torch.equal(layer(*given, of_wide_rows, shared=torch.zeros_like), expected)
 
     local.run(main, 2)
 
 
-def test_fp8_rows_are_those_of_quantising_first() -> None:
+@run_by(local.run, 3, timeout_s=60)
+def test_fp8_rows_are_those_of_quantising_first(group: Any, /) -> None:
     """Both modes hand experts the same bytes, of which experts make the same rows."""
-    from deep_comm.reference.low_latency import quantise
-
-    hidden, experts, topk = 256, 6, 3
-
-    def main(group: Any) -> None:
-        torch.manual_seed(group.rank())
-        x = torch.randn(5, hidden).bfloat16()
-        idx = torch.rand(5, experts).topk(topk).indices
-        weights = torch.rand(5, topk)
-        rows, scales = quantise(x)
-        seen: dict[str, torch.Tensor] = {}
-
-        def compute(batch: deep_comm.ExpertBatch) -> torch.Tensor:
-            assert batch.x.dtype == torch.float8_e4m3fn and batch.scales is not None
-            wide = batch.x.float().view(-1, hidden // 128, 128) * batch.scales.unsqueeze(2)
-            return wide.view(-1, hidden).bfloat16()
-
-        with deep_comm.ExpertParallel(
-            group, hidden=hidden, num_experts=experts, num_topk=topk, max_tokens=8,
-            decode_tokens=8, fp8=True, device="cpu", timeout_s=30, expert_alignment=4,
-        ) as layer, torch.no_grad():  # fmt: skip
-            for mode in ("prefill", "decode"):
-                seen[mode] = layer(x, idx, weights, compute, mode=mode)
-            with (
-                torch.enable_grad(),
-                pytest.raises(ArgumentError, match="gradient in a layer with fp8"),
-            ):
-                layer(x.requires_grad_(), idx, weights, compute, mode="prefill")
-        assert torch.equal(seen["prefill"], seen["decode"])
-        # The sum over selections of dequantised rows.
-        wide = (rows.float().view(5, -1, 128) * scales.unsqueeze(2)).view(5, hidden)
-        near = wide.bfloat16().float() * weights.sum(1, keepdim=True)
-        assert torch.allclose(seen["decode"].float(), near, rtol=0.02, atol=1e-3)
-
-    local.run(main, 3, timeout_s=60)
+    case = dataclasses.replace(FP8, hidden=256, alignment=4)
+    x, idx, weights = layer_cases.inputs(case, group.rank(), 0)
+    seen: dict[str, torch.Tensor] = {}
+    with build(group, case, timeout_s=30) as layer, torch.no_grad():
+        for mode in ("prefill", "decode"):
+            seen[mode] = layer(x, idx, weights, of_wide_rows, mode=mode)
+        with (
+            torch.enable_grad(),
+            pytest.raises(ArgumentError, match="gradient in a layer with fp8"),
+        ):
+            layer(x.detach().requires_grad_(), idx, weights, of_wide_rows, mode="prefill")
+    assert torch.equal(seen["prefill"], seen["decode"])
+    # The sum over selections of dequantised rows.
+    near = layer_cases.wide(*quantise(x)).float() * weights.sum(1, keepdim=True)
+    assert torch.allclose(seen["decode"].float(), near, rtol=0.02, atol=1e-3)
 
 
 # ---- arguments ----------------------------------------------------------------------------------

@@ -24,6 +24,18 @@ def each_rank(change, *, num_ranks: int = 3, timeout_s: float = 20.0) -> list:
     return on_buffers(fn, num_ranks, 4 << 20, return_errors=True, timeout_s=timeout_s)
 
 
+def on_pair(fn, ranks_per_node: int | None, direct_bytes: int) -> None:
+    options = dict(ranks_per_node=ranks_per_node, num_direct_bytes=direct_bytes)
+    on_buffers(fn, 2, 4 << 20, 4 << 20, timeout_s=20, **options)
+
+
+def require_received(received: tuple, expected: tuple) -> None:
+    """The same rows, selections, weights and counts."""
+    for got, want in zip(received[:3], expected[:3], strict=True):
+        assert torch.equal(got, want)
+    assert received[3] == expected[3]
+
+
 CONFIG = deep_comm.Config(2, 1, 2, 1, 2)
 CHANGES = {
     "num_experts": lambda a: a.update(num_experts=9),
@@ -92,15 +104,7 @@ def test_weights_travel_on_all_ranks_or_on_none(
             with pytest.raises(errors.ConfigMismatch, match="topk_weights"):
                 buffer.dispatch(**arguments)
 
-    on_buffers(
-        fn,
-        2,
-        4 << 20,
-        4 << 20,
-        timeout_s=20,
-        ranks_per_node=ranks_per_node,
-        num_direct_bytes=direct_bytes,
-    )
+    on_pair(fn, ranks_per_node, direct_bytes)
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
@@ -143,21 +147,11 @@ def test_counts_of_a_caller_that_contradict_its_mask_move_nothing_else(
                 **given, num_tokens_per_rank=layout[0] + change,
                 num_tokens_per_expert=layout[2], is_token_in_rank=layout[3],
             )  # fmt: skip
-            for got, want in zip(received[:3], expected[:3], strict=True):
-                assert torch.equal(got, want)
-            assert received[3] == expected[3]
+            require_received(received, expected)
             y = buffer.combine(received[0], received[4])[0]
             assert torch.equal(y, given["x"])
 
-    on_buffers(
-        fn,
-        2,
-        4 << 20,
-        4 << 20,
-        timeout_s=20,
-        ranks_per_node=ranks_per_node,
-        num_direct_bytes=direct_bytes,
-    )
+    on_pair(fn, ranks_per_node, direct_bytes)
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -173,9 +167,7 @@ def test_expanded_rows_are_counted_by_the_choices_whatever_a_caller_has_counted(
             **given, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
             num_tokens_per_expert=layout[2] + change, expand=True,
         )  # fmt: skip
-        for got, want in zip(received[:3], expected[:3], strict=True):
-            assert torch.equal(got, want)
-        assert received[3] == expected[3]
+        require_received(received, expected)
         rows = received[4].expansion.recv_rows
         assert torch.equal(rows, expected[4].expansion.recv_rows)
 
