@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from on_buffers import on_buffers
 from run_by import run_by
 
 from deep_comm import (
@@ -114,11 +115,8 @@ def test_an_empty_local_buffer_is_an_empty_tensor(group: local.ThreadGroup, /) -
     assert Buffer(group, device="cpu").get_local_buffer_tensor(torch.int8).shape == (0,)
 
 
-@run_by(local.run, 1)
-def test_an_event_comes_back_if_and_only_if_the_call_was_asynchronous(
-    group: local.ThreadGroup, /
-) -> None:
-    buffer = Buffer(group, 1 << 16, device="cpu")
+@run_by(on_buffers, 1, 1 << 16)
+def test_an_event_comes_back_if_and_only_if_the_call_was_asynchronous(buffer: Buffer, /) -> None:
     given = _tokens(0)
     for asynchronous in (False, True):
         previous = EventOverlap(EventHandle()) if asynchronous else EventOverlap(None)
@@ -173,10 +171,9 @@ def test_the_environment_chooses_device_channels_and_timeout(
     local.run(main, 2)
 
 
-@run_by(local.run, 2)
-def test_a_handle_brings_its_channels_along(group: local.ThreadGroup, /) -> None:
-    buffer = Buffer(group, 1 << 20, device="cpu")
-    given = _tokens(group.rank())
+@run_by(on_buffers, 2, 1 << 20)
+def test_a_handle_brings_its_channels_along(buffer: Buffer, /) -> None:
+    given = _tokens(buffer.rank)
     recv_x, *_, handle, _ = buffer.dispatch(**given, config=Config(4, 2, 8))
     assert handle.num_channels == 4
     again, *_ = buffer.dispatch(given["x"], handle)
@@ -184,34 +181,27 @@ def test_a_handle_brings_its_channels_along(group: local.ThreadGroup, /) -> None
     buffer.combine(recv_x, handle)
 
 
-def test_poisoned_outputs_are_written_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-
-    def main(group: local.ThreadGroup) -> None:
-        buffer = Buffer(group, 1 << 20, device="cpu")
-        given = _tokens(group.rank())
-        recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(**given)
-        poison = torch.full((4,), 0xA5, dtype=torch.uint8)
-        for tensor in (recv_x, recv_idx, recv_weights, *handle):
-            if tensor.dtype.itemsize >= 4:
-                assert not (
-                    tensor
-                    == poison.view(torch.int32 if tensor.dtype == torch.int32 else torch.float32)[0]
-                ).any()
-        assert handle.num_recv_tokens_per_expert.tolist() == counts
-        worst, *_ = buffer.dispatch(**given, num_worst_tokens=64)
-        tail = worst[len(recv_x) :].contiguous().view(torch.uint8)
-        assert (tail == 0xA5).all()  # payload past the received rows is not written
-
-    local.run(main, 2)
+@pytest.mark.usefixtures("poison")
+@run_by(on_buffers, 2, 1 << 20)
+def test_poisoned_outputs_are_written_in_full(buffer: Buffer, /) -> None:
+    given = _tokens(buffer.rank)
+    recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(**given)
+    poison = torch.full((4,), 0xA5, dtype=torch.uint8)
+    for tensor in (recv_x, recv_idx, recv_weights, *handle):
+        if tensor.dtype.itemsize >= 4:
+            assert not (
+                tensor
+                == poison.view(torch.int32 if tensor.dtype == torch.int32 else torch.float32)[0]
+            ).any()
+    assert handle.num_recv_tokens_per_expert.tolist() == counts
+    worst, *_ = buffer.dispatch(**given, num_worst_tokens=64)
+    tail = worst[len(recv_x) :].contiguous().view(torch.uint8)
+    assert (tail == 0xA5).all()  # payload past the received rows is not written
 
 
-@run_by(local.run, 2)
-def test_too_few_worst_case_rows_are_reported_and_nothing_is_lost(
-    group: local.ThreadGroup, /
-) -> None:
-    buffer = Buffer(group, 1 << 20, device="cpu")
-    given = _tokens(group.rank())
+@run_by(on_buffers, 2, 1 << 20)
+def test_too_few_worst_case_rows_are_reported_and_nothing_is_lost(buffer: Buffer, /) -> None:
+    given = _tokens(buffer.rank)
     recv_x, *_ = buffer.dispatch(**given)
     with pytest.raises(CapacityError) as caught:
         buffer.dispatch(**given, num_worst_tokens=len(recv_x) - 1)
@@ -221,12 +211,11 @@ def test_too_few_worst_case_rows_are_reported_and_nothing_is_lost(
     assert torch.equal(again, recv_x)
 
 
-@run_by(local.run, 3)
-def test_a_buffer_goes_on_after_reset(group: local.ThreadGroup, /) -> None:
-    buffer = Buffer(group, 1 << 20, device="cpu", timeout_s=1.5)
-    given = _tokens(group.rank())
+@run_by(on_buffers, 3, 1 << 20, timeout_s=1.5)
+def test_a_buffer_goes_on_after_reset(buffer: Buffer, /) -> None:
+    given = _tokens(buffer.rank)
     expected, *_, handle, _ = buffer.dispatch(**given)
-    if group.rank() != 2:
+    if buffer.rank != 2:
         with pytest.raises(PeerTimeout) as caught:
             buffer.dispatch(**given)
         assert caught.value.peer == 2

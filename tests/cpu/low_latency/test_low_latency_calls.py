@@ -306,19 +306,16 @@ def test_no_memory_for_an_output_is_raised_as_torch_raises_it() -> None:
     on_buffers(main, 1, 0, num_bytes, low_latency_mode=True, timeout_s=20)
 
 
-def test_outputs_are_poisoned_where_kernels_do_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, _ = inputs(rank)
-        for options in ({}, dict(async_finish=True), dict(return_recv_hook=True)):
-            (rows, scales), count, _, _, hook = buffer.low_latency_dispatch(x, idx, M, E, **options)
-            if hook is not None:
-                hook()
-            for expert, number in enumerate(count.tolist()):
-                assert number < M
-                for part in (rows, scales):
-                    unwritten = part[expert, number:].contiguous()
-                    assert bool((unwritten.view(torch.uint8) == 0xA5).all())
-
-    on_ranks(body, 1)
+@pytest.mark.usefixtures("poison")
+@run_by(on_ranks, 1)
+def test_outputs_are_poisoned_where_kernels_do_not_write(buffer: Any, rank: int, /) -> None:
+    x, idx, _ = inputs(rank)
+    for options in ({}, dict(async_finish=True), dict(return_recv_hook=True)):
+        (rows, scales), count, _, _, hook = buffer.low_latency_dispatch(x, idx, M, E, **options)
+        if hook is not None:
+            hook()
+        for expert, number in enumerate(count.tolist()):
+            assert number < M
+            for part in (rows, scales):
+                unwritten = part[expert, number:].contiguous()
+                assert bool((unwritten.view(torch.uint8) == 0xA5).all())
