@@ -11,7 +11,7 @@ import pytest
 import torch
 from low_latency import LowLatencyCase, run_case, verify
 from run_by import run_by
-from small_calls import E, H, K, M, R, T, inputs, on_ranks
+from small_calls import E, H, K, M, R, T, Told, inputs, on_ranks, on_streams
 
 import deep_comm
 from deep_comm import _core, local
@@ -154,78 +154,53 @@ def test_one_rounding_without_room_is_refused(group: local.ThreadGroup, /) -> No
 
 
 @pytest.mark.parametrize("current", [fake_cuda.COMPUTE, fake_cuda.COMM])
+@run_by(on_streams)
 def test_asynchronous_calls_run_on_the_communication_stream(
-    monkeypatch: pytest.MonkeyPatch, current: int
+    buffer: Any, log: fake_cuda.Log, told: Told, /, current: int
 ) -> None:
     """Events keep what they read and write (test_tensors_event.py)."""
-
-    def main(group: local.ThreadGroup) -> None:
-        x, idx, weights = inputs(0)
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, 1, E)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
-            stats = torch.zeros(E, dtype=torch.int32)
-            log.current = current
-            is_elsewhere = current != fake_cuda.COMM
-            for _ in range(2):
-                log.clear()
-                payload, _, handle, event, _ = buffer.low_latency_dispatch(
-                    x, idx, M, E, stats, topk_weights=weights, async_finish=True
-                )
-                event.current_stream_wait()
-                rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-                combined, event, _ = buffer.low_latency_combine(
-                    rows, idx, None, handle, async_finish=True
-                )
-                event.current_stream_wait()
-                orders = [("order", current, fake_cuda.COMM)] if is_elsewhere else []
-                want = []
-                for name in ("low_latency_dispatch", "low_latency_combine"):
-                    want += orders + [
-                        (name, fake_cuda.COMM), ("record", fake_cuda.COMM),
-                        ("mark", fake_cuda.COMM), ("wait", current),
-                    ]  # fmt: skip
-                assert list(log) == want
-                assert recorded == []
-            assert torch.isfinite(combined).all() and len(payload) == 2
-
-    recorded: list[tuple[int, Any]] = []
-    with fake_cuda.installed() as log:
-        monkeypatch.setattr(
-            torch.Tensor, "record_stream",
-            lambda tensor, stream: recorded.append((tensor.data_ptr(), stream.cuda_stream)),
-        )  # fmt: skip
-        local.run(main, 1, timeout_s=60)
+    x, idx, weights = inputs(0)
+    stats = torch.zeros(E, dtype=torch.int32)
+    log.current = current
+    is_elsewhere = current != fake_cuda.COMM
+    for _ in range(2):
+        log.clear()
+        payload, _, handle, event, _ = buffer.low_latency_dispatch(
+            x, idx, M, E, stats, topk_weights=weights, async_finish=True
+        )
+        event.current_stream_wait()
+        rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+        combined, event, _ = buffer.low_latency_combine(rows, idx, None, handle, async_finish=True)
+        event.current_stream_wait()
+        orders = [("order", current, fake_cuda.COMM)] if is_elsewhere else []
+        want = []
+        for name in ("low_latency_dispatch", "low_latency_combine"):
+            want += orders + [
+                (name, fake_cuda.COMM), ("record", fake_cuda.COMM),
+                ("mark", fake_cuda.COMM), ("wait", current),
+            ]  # fmt: skip
+        assert list(log) == want
+        assert told == []
+    assert torch.isfinite(combined).all() and len(payload) == 2
 
 
+@run_by(on_streams)
 def test_tensors_of_a_captured_asynchronous_call_are_torchs_allocators_to_keep(
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: Any, log: fake_cuda.Log, told: Told, /
 ) -> None:
     """An event of a capture cannot be asked whether it has passed."""
-
-    def main(group: local.ThreadGroup) -> None:
-        x, idx, _ = inputs(0)
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, 1, E)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
-            for is_capturing in (True, False, True):
-                recorded.clear()
-                log.capturing.clear()
-                if is_capturing:
-                    log.capturing.add(log.current)
-                payload, _, handle, event, _ = buffer.low_latency_dispatch(
-                    x, idx, M, E, async_finish=True
-                )
-                event.current_stream_wait()
-                tensors = {each.data_ptr() for each in (*payload, handle.metadata, x, idx)}
-                assert set(recorded) == (tensors if is_capturing else set())
-                assert isinstance(event.event, TensorsEvent) != is_capturing
-            log.capturing.clear()
-
-    recorded: list[int] = []
-    with fake_cuda.installed() as log:
-        monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr())
-        )
-        local.run(main, 1, timeout_s=60)
+    x, idx, _ = inputs(0)
+    for is_capturing in (True, False, True):
+        told.clear()
+        log.capturing.clear()
+        if is_capturing:
+            log.capturing.add(log.current)
+        payload, _, handle, event, _ = buffer.low_latency_dispatch(x, idx, M, E, async_finish=True)
+        event.current_stream_wait()
+        tensors = {each.data_ptr() for each in (*payload, handle.metadata, x, idx)}
+        assert {address for address, _ in told} == (tensors if is_capturing else set())
+        assert isinstance(event.event, TensorsEvent) != is_capturing
+    log.capturing.clear()
 
 
 @run_by(on_ranks, 1)

@@ -12,36 +12,25 @@ import fake_cuda
 import pytest
 import torch
 from run_by import run_by
-from small_calls import E, M, inputs
+from small_calls import E, M, Told, inputs, on_streams
 
-import deep_comm
-from deep_comm import local
 from deep_comm.events import TensorsEvent
 
 OTHER = 33
-Told = list[tuple[int, int]]
 
 
-def with_calls(body: Callable[[Any, Any, Told], None]) -> None:
-    """body(buffer, log, told): told has (address, stream) of each record_stream."""
-    told: Told = []
+def with_calls(body: Callable[[Any, fake_cuda.Log, Told], None]) -> None:
+    """Later calls, on the compute stream."""
 
-    def main(group: local.ThreadGroup) -> None:
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, 256, 1, E)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
-            x, idx, weights = inputs(0)
-            handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
-            rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-            buffer.low_latency_combine(rows, idx, weights, handle)
-            log.current = fake_cuda.COMPUTE
-            body(buffer, log, told)
+    def after_calls(buffer: Any, log: fake_cuda.Log, told: Told) -> None:
+        x, idx, weights = inputs(0)
+        handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
+        rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+        buffer.low_latency_combine(rows, idx, weights, handle)
+        log.current = fake_cuda.COMPUTE
+        body(buffer, log, told)
 
-    with fake_cuda.installed() as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch.Tensor, "record_stream",
-            lambda tensor, stream: told.append((tensor.data_ptr(), stream.cuda_stream)),
-        )  # fmt: skip
-        local.run(main, 1, timeout_s=60)
+    on_streams(after_calls)
 
 
 def dispatched(buffer: Any, told: Told) -> tuple[Any, list[int], list[weakref.ref[Any]]]:
