@@ -32,7 +32,7 @@ def together(fn: Callable[[Buffer], Any], num_ranks: int = 2, **options: Any) ->
 
 
 def together_then_pairs(body: Callable[[Buffer], None], **options: Any) -> None:
-    """The body as the first of a Buffer's calls and behind others; pairs of calls go on after it."""
+    """The body as a Buffer's first call and behind others; pairs of calls go on after it."""
     for num_before in (0, 1):
 
         def main(buffer: Buffer, num_before: int = num_before) -> list:
