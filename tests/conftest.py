@@ -63,6 +63,25 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+@pytest.fixture(params=["node", "put", "stored"])
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Inside a node, or between nodes; there rows are put, or stored: no NIC holds them back."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
+    return request.param
+
+
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores reach the memory of all nodes: nothing is put."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+
+
+@pytest.fixture(params=["direct", *(f"seed {seed}" for seed in range(6))])
+def machine(request: pytest.FixtureRequest) -> str:
+    """Of simt_machine.run_on: directly, or simulated."""
+    return request.param
+
+
 @pytest.fixture
 def on_the_host(poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that are told no device are of the host target."""

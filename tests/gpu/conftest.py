@@ -1,8 +1,12 @@
 """These tests need two or more CUDA devices; every rank is a process with a device of its own."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from gpu_pool import pytest_runtest_makereport  # noqa: F401 - a hook
+
+from deep_comm import processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,6 +21,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(
                     pytest.mark.skip(reason=f"needs {needed} CUDA devices, has {count}")
                 )
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[processes.Pool]:
+    """Processes of one file alone, as many as its NUM_PROCESSES."""
+    with processes.Pool(request.module.NUM_PROCESSES) as pool:
+        yield pool
 
 
 @pytest.fixture

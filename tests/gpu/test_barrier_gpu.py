@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import gpu_pool
+import functools
+
+import gpu_cases
 import pytest
 import torch
 
@@ -12,9 +14,7 @@ HIDDEN, TOKENS = 1024, 64
 LATE = 50_000_000  # cycles
 COLUMNS = 100  # of a name in torch's table
 
-
-def run(fn, num_ranks: int, *args: object) -> list:
-    return gpu_pool.shared().run(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=100)
+run = functools.partial(gpu_cases.run, variables={}, timeout_s=100)
 
 
 def make(group) -> deep_comm.Buffer:

@@ -1,6 +1,8 @@
 """Beside a capture and behind a replay: memory within a graph, events that go, waits."""
 
-import gpu_pool
+import functools
+
+import gpu_cases
 import pytest
 import torch
 
@@ -10,9 +12,7 @@ from deep_comm.errors import ExpertIndexError
 HIDDEN, TOKENS = 2048, 64
 LATE = 50_000_000  # cycles
 
-
-def run(fn, num_ranks: int, *args: object) -> list:
-    return gpu_pool.shared().run(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=100)
+run = functools.partial(gpu_cases.run, variables={}, timeout_s=100)
 
 
 class Calls:

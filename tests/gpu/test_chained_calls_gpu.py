@@ -1,11 +1,17 @@
 """Calls one after the other and on several streams."""
 
-import gpu_pool
+import functools
+
+import gpu_cases
 from chained_calls import run_calls
+
+run = functools.partial(gpu_cases.run, variables={}, timeout_s=200)
 
 
 def test_calls_give_what_each_gives_alone(num_ranks: int) -> None:
-    gpu_pool.shared().run(
-        run_calls, num_ranks, "cuda", 24, backend="gloo", devices=range(num_ranks), variables={},
-        timeout_s=200,
-    )  # fmt: skip
+    run(run_calls, num_ranks, "cuda", 24)
+
+
+def test_calls_between_nodes_give_what_each_gives_alone(num_ranks: int) -> None:
+    num = num_ranks // 2 * 2
+    run(run_calls, num, "cuda", 12, num // 2)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import gpu_pool
+import functools
+
+import collectives
+import gpu_cases
 import pytest
 import torch
-from collectives import FLOATS, NORM, OPS, Call, CollectiveCase, make, ring, run_case, verify
+from collectives import FLOATS, OPS, Call, CollectiveCase, make, verify
+from gpu_cases import on_own_device
 
 from deep_comm import errors, tp
 from deep_comm.symmetric import SymmetricMemory
@@ -13,13 +17,7 @@ from deep_comm.symmetric import SymmetricMemory
 REPLAYS = 1000
 
 
-def run(fn, num_ranks: int, *args: object) -> list:
-    return gpu_pool.shared().run(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=100)
-
-
-def on_device(group, case: CollectiveCase) -> list[torch.Tensor]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    return run_case(group, case, device=device, timeout_s=30)
+run = functools.partial(gpu_cases.run, on_own_device, variables={}, timeout_s=100)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -32,12 +30,11 @@ def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None
         for dtype in FLOATS
     )
     case = CollectiveCase(num_ranks, calls, staging_bytes=32 << 20)
-    verify(case, run(on_device, num_ranks, case))
+    verify(case, run(num_ranks, collectives.run_on_gpu, case))
 
 
-def _replayed(group, op: str) -> bool:
+def _replayed(group, device: torch.device, op: str) -> bool:
     """A graph of three calls, replayed between eager calls, with another x each time."""
-    device = torch.device("cuda", torch.cuda.current_device())
     rank, ranks = group.rank(), group.size()
     call = Call(op, (16 * ranks, 512), torch.float32, 8)
     with SymmetricMemory(group, 0, staging_bytes=4 << 20, device=device, timeout_s=30) as memory:
@@ -76,21 +73,14 @@ def _replayed(group, op: str) -> bool:
 
 @pytest.mark.parametrize("op", OPS[:4])
 def test_a_graph_can_be_replayed_between_eager_calls(op: str, num_ranks: int) -> None:
-    assert all(run(_replayed, num_ranks, op))
-
-
-def _ring(group) -> list[list[float]]:
-    return ring(group, 50, torch.device("cuda", torch.cuda.current_device()))
+    assert all(run(num_ranks, _replayed, op))
 
 
 def test_what_was_stored_before_a_signal_is_seen_after_the_wait(num_ranks: int) -> None:
-    for rank, seen in enumerate(run(_ring, num_ranks)):
-        before = (rank - 1) % num_ranks
-        assert seen == [[10.0 * before + number] * 6 for number in range(50)]
+    collectives.verify_ring(run(num_ranks, collectives.ring, 50), 50)
 
 
-def _silent(group) -> str:
-    device = torch.device("cuda", torch.cuda.current_device())
+def _silent(group, device: torch.device) -> str:
     with SymmetricMemory(group, 0, staging_bytes=1 << 20, device=device, timeout_s=2) as memory:
         x = torch.ones(1000, device=device)
         named = ""
@@ -110,15 +100,10 @@ def _silent(group) -> str:
 
 
 def test_a_silent_rank_is_named_and_reset_takes_it_back(num_ranks: int) -> None:
-    named = run(_silent, num_ranks)
+    named = run(num_ranks, _silent)
     assert named == ["PeerTimeout 1" if rank != 1 else "" for rank in range(num_ranks)]
 
 
 def test_sums_with_a_residual_are_normalised(num_ranks: int) -> None:
-    calls = tuple(
-        Call(NORM, shape, dtype, 16)
-        for shape in ((1, 264), (5, 8192), (300, 1024))
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    )
-    case = CollectiveCase(num_ranks, calls, staging_bytes=4 << 20)
-    verify(case, run(on_device, num_ranks, case))
+    case = collectives.norms_on_gpus(num_ranks)
+    verify(case, run(num_ranks, collectives.run_on_gpu, case))

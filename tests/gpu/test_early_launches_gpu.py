@@ -3,28 +3,24 @@
 Without DEEP_COMM_POISON: its fills would stand between the launches.
 """
 
+import functools
 import threading
 import time
 
-import gpu_pool
+import gpu_cases
 import low_latency_chains as chains
 import pytest
 import torch
 
 import deep_comm
 
-
-def run(num_ranks: int, fn, *args: object, **variables: str) -> list:
-    return gpu_pool.shared().run(
-        fn, num_ranks, *args, backend="gloo", devices=range(num_ranks), variables=variables,
-        timeout_s=200,
-    )  # fmt: skip
+run = functools.partial(gpu_cases.run, variables={}, timeout_s=200)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("captured", [False, True])
 def test_pairs_with_nothing_between_them(num_ranks: int, captured: bool, hooked: bool) -> None:
-    run(num_ranks, chains.run_chains, "cuda", 1, 24, hooked, captured)
+    run(chains.run_chains, num_ranks, "cuda", 1, 24, hooked, captured)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -33,7 +29,7 @@ def test_two_buffers_whose_operations_fit_together(num_ranks: int, captured: boo
     that began with different Buffers would wait for each other's SMs, until the deadline."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count // 2 - 2
     variables = {"DEEP_COMM_NUM_SMS": str(num_sms)}
-    run(num_ranks, chains.run_chains, "cuda", 2, 24, False, captured, **variables)
+    run(chains.run_chains, num_ranks, "cuda", 2, 24, False, captured, variables=variables)
 
 
 SLEEP_CYCLES = 50_000_000  # some 30 ms, a thousand launches
@@ -87,7 +83,7 @@ def _neighbours(group, captured: bool) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_launches_wait_for_all_that_comes_before_them(num_ranks: int, captured: bool) -> None:
-    run(num_ranks, _neighbours, captured)
+    run(_neighbours, num_ranks, captured)
 
 
 def _threads_of_two_tiers(group) -> None:
@@ -135,4 +131,4 @@ def _threads_of_two_tiers(group) -> None:
 def test_two_buffers_of_two_tiers_in_threads_that_begin_in_another_order(num_ranks: int) -> None:
     """With the software NIC a launch returns when its kernel has ended, which needs what the peers'
     other thread may be about to launch."""
-    run(num_ranks, _threads_of_two_tiers)
+    run(_threads_of_two_tiers, num_ranks)

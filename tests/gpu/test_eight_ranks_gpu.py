@@ -6,7 +6,6 @@ ranks takes such turns: rows and sums are what is looked at, few cases, nothing 
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import pytest
 import test_internode_gpu as over_nic
@@ -17,12 +16,14 @@ from cases import Case, direct, verify_each
 from checked_runs import ROUNDTRIP, check
 from gpu_cases import POISON, matrix_for
 from internode import model_case
+from low_latency import run_on_gpu
 from low_latency import verify as verify_low_latency
 
 from deep_comm import processes
 
 pytestmark = pytest.mark.alone  # of all lanes of tools/test_gpus
 
+NUM_PROCESSES = 8
 NODE, SHAPES = (1, 8), [(2, 4), (4, 2)]
 
 
@@ -30,12 +31,6 @@ NODE, SHAPES = (1, 8), [(2, 4), (4, 2)]
 def fewer_than_eight_gpus() -> None:
     if torch.cuda.device_count() >= 8:
         pytest.skip("eight CUDA devices: the same cases are tested with one a rank")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[processes.Pool]:
-    with processes.Pool(8) as pool:
-        yield pool
 
 
 def places(num_ranks: int) -> list[int]:
@@ -84,7 +79,7 @@ def test_two_nodes_of_four_at_a_model_shape(pool: processes.Pool) -> None:
 @pytest.mark.parametrize("shape", [NODE, SHAPES[0]], ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_low_latency(pool: processes.Pool, shape: tuple[int, int]) -> None:
     cases = [low_latency.sampled_case(seed, shape) for seed in range(60, 66)]
-    verify_each(verify_low_latency, cases, run(pool, low_latency.run_cases, 8, cases))
+    verify_each(verify_low_latency, cases, run(pool, run_on_gpu, 8, cases, 30.0))
 
 
 @over_nvshmem.needs_nvshmem

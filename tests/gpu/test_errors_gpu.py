@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from disagreeing import build_alone, call_different_operations, enter_from_a_second_thread
+from gpu_cases import on_own_device
 from interrupted import (
     INTERNODE,
     NORMAL,
     handled_in_the_call,
     interrupted_then_closed,
     interrupted_then_reset,
+    silent_then_reset,
 )
 
 import deep_comm
@@ -57,34 +59,12 @@ def make(group) -> deep_comm.Buffer:
     return deep_comm.Buffer(group, 64 << 20, device=device, timeout_s=TIMEOUT_S)
 
 
-def _silent_then_reset(group, silent: int):
-    with make(group) as buffer:
-        dispatch(buffer)
-        caught = None
-        if group.rank() != silent:
-            try:
-                dispatch(buffer)
-                torch.cuda.synchronize()
-                buffer.check()
-            except errors.PeerTimeout as error:
-                caught = (error.peer, error.stage, error.word)
-        dist.barrier(group)
-        buffer.reset()
-        recv_x, _, _, _, handle, _ = dispatch(buffer)
-        total = buffer.combine(recv_x, handle)[0]
-        torch.cuda.synchronize()
-        buffer.check()
-        return caught, bool((total == group.size()).all())
-
-
 def test_a_silent_rank_is_named_and_the_context_survives(num_ranks: int) -> None:
-    ended = outcomes(_silent_then_reset, num_ranks, 1)
-    for outcome in ended:
+    for outcome in outcomes(on_own_device, num_ranks, silent_then_reset, 1, TIMEOUT_S):
         assert outcome.error is None, outcome.traceback
-        caught, good = outcome.value
-        assert good, f"rank {outcome.rank} computes wrong sums after reset"
         if outcome.rank != 1:
-            assert caught is not None and caught[0] == 1 and caught[1] and caught[2]
+            peer, stage, word = outcome.value
+            assert peer == 1 and stage and word
 
 
 def _killed(group, victim: int):
@@ -151,41 +131,33 @@ def test_too_few_worst_case_rows_are_reported(num_ranks: int) -> None:
     assert isinstance(ended[0].error, errors.CapacityError), repr(ended[0].error)
 
 
-def _with_its_device(group, fn, *args: object) -> None:
-    fn(group, *args, torch.device("cuda", group.rank()))
-
-
 @pytest.mark.parametrize("mode", [NORMAL, INTERNODE])
 def test_a_signal_ends_the_wait_for_counts(num_ranks: int, mode: str) -> None:
-    for outcome in outcomes(_with_its_device, num_ranks, interrupted_then_reset, mode, 1, False):
+    for outcome in outcomes(on_own_device, num_ranks, interrupted_then_reset, mode, 1, False):
         assert outcome.error is None, outcome.traceback
 
 
 @pytest.mark.parametrize("fn", [interrupted_then_closed, handled_in_the_call])
 def test_signals_in_the_wait_for_counts(num_ranks: int, fn) -> None:
-    for outcome in outcomes(_with_its_device, num_ranks, fn, 1):
+    for outcome in outcomes(on_own_device, num_ranks, fn, 1):
         assert outcome.error is None, outcome.traceback
-
-
-def _on_its_device(group, fn, *args: object) -> object:
-    return fn(group, torch.device("cuda", group.rank()), *args)
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
 def test_ranks_that_call_different_operations_are_told_which(ranks_per_node: int | None) -> None:
     timeout_s = 1.0  # each of nine pairs lasts that long
     for outcome in outcomes(
-        _on_its_device, 2, call_different_operations, 1, ranks_per_node, timeout_s
+        on_own_device, 2, call_different_operations, 1, ranks_per_node, timeout_s
     ):
         assert outcome.error is None, outcome.traceback
 
 
 def test_two_threads_cannot_be_in_one_buffer() -> None:
-    ended = outcomes(_on_its_device, 2, enter_from_a_second_thread)
+    ended = outcomes(on_own_device, 2, enter_from_a_second_thread)
     assert [outcome.value for outcome in ended] == [[2, 2, 2], [2, 2, 0]]
 
 
 def test_a_rank_that_builds_no_buffer_is_named_within_the_deadline(num_ranks: int) -> None:
-    for outcome in outcomes(_on_its_device, num_ranks, build_alone):
+    for outcome in outcomes(on_own_device, num_ranks, build_alone):
         assert outcome.error is None, outcome.traceback
         assert max(outcome.value) < 2.4

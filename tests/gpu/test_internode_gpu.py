@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import os
 import time
 
 import pytest
 import torch
 from cases import InternodeCase, direct
 from checked_runs import ROUNDTRIP, check
-from gpu_cases import run
+from gpu_cases import POISON, run
 from internode import model_case, random_case
 
 import deep_comm
@@ -107,31 +106,28 @@ def check_named(named: list) -> None:
 
 def copies_at_once(group, ranks_per_node: int) -> bool:
     device = torch.device("cuda", torch.cuda.current_device())
-    env.NIC_GB_PER_S.set("5")  # kernels last
-    try:
-        with deep_comm.Buffer(
-            group, 256 << 20, 64 << 20, num_direct_bytes=128 << 20, device=device, timeout_s=10.0,
-            ranks_per_node=ranks_per_node, rail="software",
-        ) as buffer:  # fmt: skip
-            x = torch.randint(-8, 9, (1024, 1024), device=device).to(torch.bfloat16)
-            idx = torch.rand(1024, 32, device=device).topk(4).indices
-            recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=32)
-            wanted = x * handle.is_token_in_rank.sum(1, keepdim=True)
-            is_right = True
-            for _ in range(5):
-                rows = buffer.dispatch(x, handle)[0].cpu()
-                sums = buffer.combine(recv_x, handle)[0].cpu()
-                is_right &= torch.equal(rows, recv_x.cpu()) and torch.equal(sums, wanted.cpu())
-            buffer.check()
-            return is_right
-    finally:
-        os.environ.pop(env.NIC_GB_PER_S.name, None)
+    with deep_comm.Buffer(
+        group, 256 << 20, 64 << 20, num_direct_bytes=128 << 20, device=device, timeout_s=10.0,
+        ranks_per_node=ranks_per_node, rail="software",
+    ) as buffer:  # fmt: skip
+        x = torch.randint(-8, 9, (1024, 1024), device=device).to(torch.bfloat16)
+        idx = torch.rand(1024, 32, device=device).topk(4).indices
+        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=32)
+        wanted = x * handle.is_token_in_rank.sum(1, keepdim=True)
+        is_right = True
+        for _ in range(5):
+            rows = buffer.dispatch(x, handle)[0].cpu()
+            sums = buffer.combine(recv_x, handle)[0].cpu()
+            is_right &= torch.equal(rows, recv_x.cpu()) and torch.equal(sums, wanted.cpu())
+        buffer.check()
+        return is_right
 
 
 def test_a_copy_to_the_host_may_stand_right_behind_a_call(num_ranks: int) -> None:
     """The driver waits in it for the kernel with the context locked, which the NIC's calls need."""
     num_nodes, ranks_per_node = shapes(num_ranks)[-1]
-    assert all(run(copies_at_once, num_nodes * ranks_per_node, ranks_per_node))
+    variables = {**POISON, env.NIC_GB_PER_S.name: "5"}  # kernels last
+    assert all(run(copies_at_once, num_nodes * ranks_per_node, ranks_per_node, variables=variables))
 
 
 def paced(group, ranks_per_node: int, gb_per_s: float):
@@ -141,15 +137,10 @@ def paced(group, ranks_per_node: int, gb_per_s: float):
     device = torch.device("cuda", torch.cuda.current_device())
     config = deep_comm.Config(24, 6, 256, 6, 128)
     num_calls = 5
-    os.environ["DEEP_COMM_NIC_GB_PER_S"] = str(gb_per_s)
-    try:
-        buffer = deep_comm.Buffer(
-            group, 1 << 30, 1 << 30, device=device, timeout_s=20.0, ranks_per_node=ranks_per_node
-        )
-    finally:
-        del os.environ["DEEP_COMM_NIC_GB_PER_S"]
     results = {}
-    with buffer:
+    with deep_comm.Buffer(
+        group, 1 << 30, 1 << 30, device=device, timeout_s=20.0, ranks_per_node=ranks_per_node
+    ) as buffer:
         x = torch.randn(4096, 7168, device=device).to(torch.bfloat16)
         idx = torch.rand(4096, 256, device=device).topk(8).indices
         recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=256, config=config)
@@ -179,7 +170,8 @@ def paced(group, ranks_per_node: int, gb_per_s: float):
 def test_a_rail_of_a_given_speed_is_kept_busy(num_ranks: int, gb_per_s: float, capsys) -> None:
     """The speed is a verdict: nothing is carried faster. How busy the rail is gets printed."""
     num = num_ranks // 2 * 2
-    results = run(paced, num, num // 2, gb_per_s)
+    variables = {**POISON, env.NIC_GB_PER_S.name: str(gb_per_s)}
+    results = run(paced, num, num // 2, gb_per_s, variables=variables)
     for name in ("dispatch", "combine"):
         busy_s = max(result[name][0] for result in results)
         took_s = max(result[name][1] for result in results)

@@ -1,53 +1,31 @@
 """test_layer_pending.py between logical nodes, and early launches, on GPUs."""
 
-import dataclasses
-
 import pytest
 import test_layer_gpu as one_node
 import test_nvshmem_gpu as over_nvshmem
 import torch
 from gpu_cases import run
-from layer_cases import LayerCase, expert, inputs
-from payload import assert_same_bits
 from test_internode_gpu import shapes
 
 import deep_comm
-from deep_comm.reference import layer as reference_layer
-
-
-def case_of(num_ranks: int) -> LayerCase:
-    steps = ((300,) * num_ranks, tuple(range(num_ranks)), (1500,) * num_ranks)
-    case = LayerCase(steps, 1500, 16, hidden=512, experts=4 * num_ranks, topk=4, mode="prefill")
-    return dataclasses.replace(case, ranks_per_node=num_ranks // 2)
-
-
-def verify(case: LayerCase, num_ranks: int, results: list, most_s: float) -> None:
-    for step in range(len(case.steps)):
-        parts = zip(*(inputs(case, rank, step) for rank in range(num_ranks)), strict=True)
-        wanted = reference_layer.expert_parallel(*parts, case.experts, expert, case.ranks_per_node)
-        for rank, want in enumerate(wanted):
-            took, y = results[rank][step]
-            assert_same_bits(y, want, f"step {step} rank {rank}")
-            # The first call loads kernels.
-            assert rank == 0 or step == 0 or took < most_s, f"step {step} rank {rank}: {took} s"
 
 
 @pytest.mark.gpu
 @over_nvshmem.needs_nvshmem
 def test_a_dispatch_returns_while_a_rank_is_late(num_ranks: int) -> None:
     ranks = num_ranks - num_ranks % 2
-    case = case_of(ranks)
+    case = one_node.case_of_late_ranks(ranks, ranks // 2)
     results = over_nvshmem.run(one_node.dispatches_beside_a_late_rank, ranks, case)
-    verify(case, ranks, results, most_s=0.2)
+    one_node.verify_late_ranks(case, results, most_s=0.2)
 
 
 @pytest.mark.gpu
 def test_over_the_software_nic_it_ends_first(num_ranks: int) -> None:
     """Whose calls return when their kernels have ended: rows are right all the same."""
     ranks = num_ranks - num_ranks % 2
-    case = case_of(ranks)
+    case = one_node.case_of_late_ranks(ranks, ranks // 2)
     results = one_node.on_gpus(one_node.dispatches_beside_a_late_rank, ranks, case)
-    verify(case, ranks, results, most_s=60)
+    one_node.verify_late_ranks(case, results, most_s=60)
 
 
 def launches_of(group, ranks_per_node: int) -> list[int]:

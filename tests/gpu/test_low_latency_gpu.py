@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import verify_each
 from gpu_cases import on_gpus, run
-from low_latency import LowLatencyCase, Pair, Range, inputs_of, open_buffer, run_pairs, verify
+from low_latency import LowLatencyCase, Pair, Range, open_buffer, run_on_gpu, verify
 
 import deep_comm
 from deep_comm.reference import low_latency as reference_low_latency
@@ -23,13 +23,8 @@ def sampled_case(seed: int, num_ranks: int) -> LowLatencyCase:
     return RANGE.draw(random.Random(seed * 8 + num_ranks), num_ranks, calls=2, seed=seed)
 
 
-def run_cases(group, cases: list[LowLatencyCase]) -> list:
-    device = torch.device("cuda", group.rank())
-    num_bytes = max(case.num_bytes for case in cases)
-    with deep_comm.Buffer(
-        group, 0, num_bytes, low_latency_mode=True, device=device, timeout_s=60
-    ) as buffer:
-        return [run_pairs(buffer, case) for case in cases]
+def check(cases: list[LowLatencyCase]) -> None:
+    verify_each(verify, cases, run(run_on_gpu, cases[0].num_ranks, cases, 60.0))
 
 
 @on_gpus(2, 4, 8)
@@ -41,15 +36,13 @@ def test_rows_of_four_bits(num_ranks: int) -> None:
         )
         for seed in range(12)
     ]  # fmt: skip
-    results = run(run_cases, num_ranks, cases)
-    verify_each(verify, cases, results)
+    check(cases)
 
 
 @on_gpus(2, 3, 4, 8)
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
     cases = [sampled_case(seed, num_ranks) for seed in range(24)]
-    results = run(run_cases, num_ranks, cases)
-    verify_each(verify, cases, results)
+    check(cases)
 
 
 def replay_graphs(group, case: LowLatencyCase) -> list:
@@ -71,12 +64,8 @@ def replay_graphs(group, case: LowLatencyCase) -> list:
             graphs.append((graph, part))
         for call in range(case.calls):
             eager = Pair(buffer, case, call)
-            x, idx, weights = inputs_of(case, buffer.rank, call)
             for pair in pairs:
-                pair.x.copy_(x)
-                pair.idx.copy_(idx)
-                pair.weights.copy_(weights)
-                pair.call = call
+                pair.become(call, with_rows=False)
             graph, part = graphs[call % 2]
             graph.replay()
             torch.cuda.synchronize()
@@ -141,11 +130,7 @@ def alternate_graphs(group, case: LowLatencyCase) -> list:
         normal_idx = (torch.arange(6, device=device) % case.num_ranks).unsqueeze(1)
         for call in range(case.calls):
             pair = pairs[call % case.num_ranks]
-            given = inputs_of(case, buffer.rank, call)
-            for own, new in zip((pair.x, pair.idx, pair.weights), given, strict=True):
-                own.copy_(new)
-            pair.rows.copy_(low_latency.expert_rows(case, buffer.rank, call))
-            pair.call = call
+            pair.become(call)
             graphs[call % case.num_ranks].replay()
             torch.cuda.synchronize()
             results.append(pair.received())

@@ -9,10 +9,9 @@ import time
 import pytest
 import torch
 from cases import verify_each
-from gpu_cases import run
-from low_latency import LowLatencyCase, Pair, Range, expert_rows, inputs_of, run_pairs, verify
+from gpu_cases import on_own_device, run
+from low_latency import LowLatencyCase, Pair, Range, open_buffer, run_on_gpu, run_pairs, verify
 
-import deep_comm
 from deep_comm import errors
 
 
@@ -36,27 +35,10 @@ def sampled_case(seed: int, shape: tuple[int, int]) -> LowLatencyCase:
     )  # fmt: skip
 
 
-def open_buffer(group, case: LowLatencyCase, num_bytes: int, timeout_s: float = 30.0):
-    return deep_comm.Buffer(
-        group, 0, num_bytes, low_latency_mode=True, timeout_s=timeout_s,
-        device=torch.device("cuda", torch.cuda.current_device()),
-        ranks_per_node=case.ranks_per_node,
-    )  # fmt: skip
-
-
-def run_cases(group, cases: list[LowLatencyCase]) -> list:
-    results = []
-    with open_buffer(group, cases[0], max(case.num_bytes for case in cases)) as buffer:
-        for case in cases:
-            buffer.runtime.low_latency_hand_on_tokens = case.hand_on
-            results.append(run_pairs(buffer, case))
-    return results
-
-
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
     for shape in shapes(num_ranks):
         cases = [sampled_case(seed, shape) for seed in range(16)]
-        results = run(run_cases, shape[0] * shape[1], cases)
+        results = run(run_on_gpu, shape[0] * shape[1], cases, 30.0)
         verify_each(verify, cases, results)
 
 
@@ -70,10 +52,10 @@ def see_through() -> None:
         time.sleep(1e-5)
 
 
-def replay(group, case: LowLatencyCase) -> list:
+def replay(group, device: torch.device, case: LowLatencyCase) -> list:
     """One graph of a pair, replayed with changing inputs, eager pairs in between."""
     results = []
-    with open_buffer(group, case, case.num_bytes) as buffer:
+    with open_buffer(group, case, device=device, timeout_s=30.0) as buffer:
         buffer.runtime.low_latency_hand_on_tokens = case.hand_on
         pair = Pair(buffer, case, 0)
         pair.dispatch()
@@ -85,12 +67,7 @@ def replay(group, case: LowLatencyCase) -> list:
             pair.dispatch()
             pair.combine()
         for call in range(case.calls):
-            x, idx, weights = inputs_of(case, buffer.rank, call)
-            pair.x.copy_(x)
-            pair.idx.copy_(idx)
-            pair.weights.copy_(weights)
-            pair.call = call
-            pair.rows.copy_(expert_rows(case, buffer.rank, call))
+            pair.become(call)
             graph.replay()
             see_through()
             results.append(pair.received())
@@ -106,11 +83,11 @@ def test_graphs_replay_with_changing_routing(num_ranks: int, hand_on: int) -> No
         (24,) * (shape[0] * shape[1]), 24, hidden=2048, experts=16, topk=4, use_fp8=True,
         calls=8, ranks_per_node=shape[1], hand_on=hand_on,
     )  # fmt: skip
-    verify(case, run(replay, case.num_ranks, case))
+    verify(case, run(on_own_device, case.num_ranks, replay, case))
 
 
-def silent_rank(group, case: LowLatencyCase, silent: int):
-    with open_buffer(group, case, case.num_bytes, timeout_s=3.0) as buffer:
+def silent_rank(group, device: torch.device, case: LowLatencyCase, silent: int):
+    with open_buffer(group, case, device=device, timeout_s=3.0) as buffer:
         pair = Pair(buffer, case, 0)
         pair.dispatch()
         torch.cuda.synchronize()
@@ -132,6 +109,6 @@ def test_a_silent_rank_is_named_and_the_buffer_recovers(num_ranks: int) -> None:
     shape = shapes(num_ranks)[-1]
     num = shape[0] * shape[1]
     case = LowLatencyCase((12,) * num, 16, hidden=1024, experts=16, topk=4, ranks_per_node=shape[1])
-    results = run(silent_rank, num, case, num - 1)
+    results = run(on_own_device, num, silent_rank, case, num - 1)
     assert [named for named, _ in results] == [num - 1] * (num - 1) + [None]
     verify(case, [pairs for _, pairs in results])

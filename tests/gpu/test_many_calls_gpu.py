@@ -4,24 +4,19 @@ import gc
 
 import pytest
 import torch
-from gpu_cases import run
+from gpu_cases import on_own_device, run
 from long_runs import make_and_destroy, many_calls, synchronise
 
 LAST = 0xFFFFFFFF
 
 
-def _many(group, generation: int) -> int:
-    device = torch.device("cuda", torch.cuda.current_device())
-    return many_calls(group, device, 10_000, generation)
-
-
 @pytest.mark.parametrize("generation", [0, LAST - 3000])
 def test_ten_thousand_calls_in_a_row(num_ranks: int, generation: int) -> None:
-    assert run(_many, num_ranks, generation) == [10_000] * num_ranks
+    done = run(on_own_device, num_ranks, many_calls, 10_000, generation)
+    assert done == [10_000] * num_ranks
 
 
-def _cycles(group) -> list[int]:
-    device = torch.device("cuda", torch.cuda.current_device())
+def _cycles(group, device: torch.device) -> list[int]:
     free = []
     for _ in range(20):
         make_and_destroy(group, device)
@@ -35,5 +30,5 @@ def _cycles(group) -> list[int]:
 
 @pytest.mark.alone
 def test_twenty_buffers_leave_no_device_memory_behind(num_ranks: int) -> None:
-    for free in run(_cycles, num_ranks):
+    for free in run(on_own_device, num_ranks, _cycles):
         assert max(free[5:]) - min(free[5:]) < 4 << 20, free

@@ -18,8 +18,9 @@ import test_low_latency_internode_gpu as low_latency_over_nic
 from cases import InternodeCase, direct, verify_each
 from checked_runs import ROUNDTRIP
 from checked_runs import check as check_on
+from gpu_cases import on_own_device
 from internode import model_case
-from low_latency import LowLatencyCase
+from low_latency import LowLatencyCase, run_on_gpu
 from low_latency import verify as verify_low_latency
 
 from deep_comm import errors, processes
@@ -136,10 +137,11 @@ def test_a_part_of_the_job_is_refused(num_ranks: int) -> None:
 def test_low_latency_pairs_give_the_same(num_ranks: int, near: bool) -> None:
     for shape in shapes(num_ranks):
         cases = [low_latency_over_nic.sampled_case(seed, shape) for seed in range(8)]
-        results = run(low_latency_over_nic.run_cases, num_ranks, cases, near=near)
+        results = run(run_on_gpu, num_ranks, cases, 30.0, near=near)
         verify_each(verify_low_latency, cases, results)
         case = LowLatencyCase(
             (24,) * num_ranks, 24, hidden=2048, experts=16, topk=4, use_fp8=True, calls=8,
             ranks_per_node=shape[1], hand_on=0,
         )  # fmt: skip
-        verify_low_latency(case, run(low_latency_over_nic.replay, num_ranks, case, near=near))
+        replayed = run(on_own_device, num_ranks, low_latency_over_nic.replay, case, near=near)
+        verify_low_latency(case, replayed)

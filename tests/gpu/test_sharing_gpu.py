@@ -8,17 +8,18 @@ may run beside these tests, and every hop between ranks takes such a turn.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import pytest
 import test_internode_gpu as over_nic
 import test_low_latency_internode_gpu as low_latency
-import test_low_latency_internode_masks_gpu as masks
+import test_low_latency_masks_gpu as masks
 import test_nvshmem_gpu as over_nvshmem
 import torch
 from cases import direct, verify_each
 from checked_runs import ROUNDTRIP, check
+from gpu_cases import POISON
 from internode import model_case
+from low_latency import run_on_gpu
 from low_latency import verify as verify_low_latency
 from low_latency_masks import DEAD, survive, verify_outcomes
 
@@ -26,7 +27,8 @@ from deep_comm import processes
 
 pytestmark = pytest.mark.alone  # of all lanes of tools/test_gpus
 
-SHAPE, POISON = (2, 2), {"DEEP_COMM_POISON": "1"}
+NUM_PROCESSES = 4
+SHAPE = (2, 2)
 # Where ranks share a GPU: those of a node, so that the rail is what joins GPUs, or those of a rail.
 PLACES = {"nodes": [0, 0, 1, 1], "rails": [0, 1, 0, 1]}
 
@@ -35,12 +37,6 @@ PLACES = {"nodes": [0, 0, 1, 1], "rails": [0, 1, 0, 1]}
 def two_or_three_gpus() -> None:
     if torch.cuda.device_count() >= 4:
         pytest.skip("four CUDA devices: the same shape is tested with one a rank")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[processes.Pool]:
-    with processes.Pool(4) as pool:
-        yield pool
 
 
 @pytest.fixture(params=PLACES)
@@ -78,7 +74,7 @@ def test_low_latency_gives_every_rank_its_rows_and_sums(pool: processes.Pool) ->
     """Ranks of a rail on GPUs of their own: what the software NIC has asked for within one GPU the
     driver may keep until the kernels that wait for it have ended (docs/guide/nodes.md)."""
     cases = [low_latency.sampled_case(seed, SHAPE) for seed in range(50, 56)]
-    results = run(pool, low_latency.run_cases, 4, cases, devices=PLACES["nodes"])
+    results = run(pool, run_on_gpu, 4, cases, 30.0, devices=PLACES["nodes"])
     verify_each(verify_low_latency, cases, results)
 
 

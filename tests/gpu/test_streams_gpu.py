@@ -1,6 +1,8 @@
 """Stream semantics: what a call waits for, what waits for it, and who keeps the memory."""
 
-import gpu_pool
+import functools
+
+import gpu_cases
 import pytest
 import torch
 
@@ -8,9 +10,7 @@ import deep_comm
 
 HIDDEN = 2048
 
-
-def run(fn, num_ranks: int, *args: object) -> list:
-    return gpu_pool.shared().run(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=200)
+run = functools.partial(gpu_cases.run, variables={}, timeout_s=200)
 
 
 def make(group) -> tuple[deep_comm.Buffer, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import drop_in
 import pytest
 import torch
-from gpu_cases import run
+from gpu_cases import POISON, run
 
 from users import megatron, others, sglang, vllm  # isort: skip
 
@@ -112,28 +112,9 @@ def test_elastic_without_cpu_sync_in_a_cuda_graph(num_ranks: int, is_expanded: b
     run(captured_elastic, num_ranks, is_expanded)
 
 
-def lightllm_decode(group) -> None:
-    import os
-
-    os.environ["DEEP_COMM_DEEP_EP_FULL_RDMA"] = "1"
-    try:
-        others.lightllm_decode(group)
-    finally:
-        del os.environ["DEEP_COMM_DEEP_EP_FULL_RDMA"]
-
-
 def test_lightllm_decode(num_ranks: int) -> None:
-    run(lightllm_decode, num_ranks)
-
-
-def over_two_nodes(group, fn, arguments: tuple) -> None:
-    import os
-
-    os.environ["DEEP_COMM_RANKS_PER_NODE"] = str(group.size() // 2)
-    try:
-        call(group, fn, arguments)
-    finally:
-        del os.environ["DEEP_COMM_RANKS_PER_NODE"]
+    variables = {**POISON, "DEEP_COMM_DEEP_EP_FULL_RDMA": "1"}
+    run(others.lightllm_decode, num_ranks, variables=variables)
 
 
 @pytest.mark.parametrize(
@@ -152,4 +133,5 @@ def over_two_nodes(group, fn, arguments: tuple) -> None:
 def test_program_over_two_logical_nodes(num_ranks: int, fn, arguments: tuple) -> None:
     if num_ranks % 2 != 0:
         pytest.skip("needs an even number of GPUs")
-    run(over_two_nodes, num_ranks, fn, arguments)
+    variables = {**POISON, "DEEP_COMM_RANKS_PER_NODE": str(num_ranks // 2)}
+    run(call, num_ranks, fn, arguments, variables=variables)

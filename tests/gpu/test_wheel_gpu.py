@@ -4,25 +4,20 @@ beside torch with CUDA and sends rows between two GPUs.
 
 from __future__ import annotations
 
-import os
-import sys
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
-import torch
-from wheels import build_wheel, run
+from wheels import build_wheel, clean_environment, install, run, variables
 
 PROGRAM = """
-import os, pathlib, sys
+import pathlib, sys
 import torch, torch.distributed as dist
 import deep_comm, deep_comm._core, deep_comm._cuda
 from deep_comm import processes
 
-FOLDER = pathlib.Path(os.environ["WHEEL_FOLDER"])
 for module in (deep_comm, deep_comm._core, deep_comm._cuda):
-    assert FOLDER in pathlib.Path(module.__file__).parents, module.__file__
+    assert pathlib.Path(sys.prefix) in pathlib.Path(module.__file__).parents, module.__file__
 assert torch.cuda.is_available()
 
 
@@ -52,21 +47,8 @@ def test_wheel_with_cuda_is_imported_and_dispatches(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path, cuda="ON")
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if name.startswith("deep_comm/_cuda.") and name.endswith(".so")]
-    # pip of the outside installs it, so that the environment needs none.
-    folder = tmp_path / "environment"
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    run(
-        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site,
-        wheel,
-    )  # fmt: skip
-    # A plain folder of other packages: its own .pth files, such as an editable
-    # deep_comm's, stay shut.
-    outside = Path(torch.__file__).parents[1]
-    (Path(site) / "torch_from_outside.pth").write_text(f"{outside}\n")
-    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    python = clean_environment(tmp_path / "environment")
+    install(wheel, python)
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    environment = {**variables, "WHEEL_FOLDER": site}
-    assert "good" in run(python, file, cwd=tmp_path, env=environment)
+    assert "good" in run(python, file, cwd=tmp_path, env=variables())

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gpu_pool
+import collectives
+import gpu_cases
 import pytest
 import torch
-from collectives import NORM, OPS, Call, CollectiveCase, ring, run_case, verify
+from collectives import OPS, Call, CollectiveCase, verify
+from gpu_cases import on_own_device
 
 
-def run(fn, num_ranks: int, *args: object) -> list:
-    return gpu_pool.shared().run(fn, num_ranks, *args, devices=[0] * num_ranks, timeout_s=100)
-
-
-def on_device(group, case: CollectiveCase) -> list[torch.Tensor]:
-    return run_case(group, case, device=torch.device("cuda", 0), timeout_s=30)
+def run(num_ranks: int, fn, *args: object) -> list:
+    return gpu_cases.run(
+        on_own_device, num_ranks, fn, *args, devices=[0] * num_ranks, variables={}, timeout_s=100
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -25,24 +25,14 @@ def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None
         for dtype in (torch.bfloat16, torch.float32)
     )
     case = CollectiveCase(num_ranks, calls, staging_bytes=1 << 20)
-    verify(case, run(on_device, num_ranks, case))
-
-
-def _ring(group) -> list[list[float]]:
-    return ring(group, 5, torch.device("cuda", 0))
+    verify(case, run(num_ranks, collectives.run_on_gpu, case))
 
 
 def test_what_was_stored_before_a_signal_is_seen_after_the_wait() -> None:
-    for rank, seen in enumerate(run(_ring, 2)):
-        assert seen == [[10.0 * (1 - rank) + number] * 6 for number in range(5)]
+    collectives.verify_ring(run(2, collectives.ring, 5), 5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_sums_with_a_residual_are_normalised(num_ranks: int) -> None:
-    calls = tuple(
-        Call(NORM, shape, dtype, 16)
-        for shape in ((1, 264), (5, 8192), (300, 1024))
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    )
-    case = CollectiveCase(num_ranks, calls, staging_bytes=4 << 20)
-    verify(case, run(on_device, num_ranks, case))
+    case = collectives.norms_on_gpus(num_ranks)
+    verify(case, run(num_ranks, collectives.run_on_gpu, case))

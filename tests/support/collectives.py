@@ -35,6 +35,22 @@ class CollectiveCase:
     calls: tuple[Call, ...]
     staging_bytes: int = 1 << 14
 
+    def expected(self) -> list[list[Tensor]]:
+        """By call, then by rank."""
+        functions: dict[str, Callable[..., list[Tensor]]] = {
+            "all_gather": reference.all_gather,
+            "reduce_scatter": reference.reduce_scatter,
+        }
+        found = []
+        for number, call in enumerate(self.calls):
+            x = [x_of(call, rank, number) for rank in range(self.num_ranks)]
+            if call.op == NORM:
+                both = reference.all_reduce_norm(x, *norm_inputs(call, number), EPS)
+                found.append([torch.cat(pair) for pair in both])
+            else:
+                found.append(functions.get(call.op, reference.all_reduce)(x))
+        return found
+
 
 def x_of(call: Call, rank: int, number: int) -> Tensor:
     """No two calls or ranks have the same, and sums depend on the order of the ranks."""
@@ -88,25 +104,10 @@ def run_case(group: Any, case: CollectiveCase, **options: Any) -> list[Tensor]:
         return [result.cpu() for result in results]
 
 
-def expected(case: CollectiveCase) -> list[list[Tensor]]:
-    """By call, then by rank."""
-    functions: dict[str, Callable[..., list[Tensor]]] = {
-        "all_gather": reference.all_gather,
-        "reduce_scatter": reference.reduce_scatter,
-    }
-    found = []
-    for number, call in enumerate(case.calls):
-        x = [x_of(call, rank, number) for rank in range(case.num_ranks)]
-        if call.op == NORM:
-            both = reference.all_reduce_norm(x, *norm_inputs(call, number), EPS)
-            found.append([torch.cat(pair) for pair in both])
-        else:
-            found.append(functions.get(call.op, reference.all_reduce)(x))
-    return found
-
-
-def verify(case: CollectiveCase, results: Any) -> None:
-    for number, by_rank in enumerate(expected(case)):
+def verify(case: Any, results: Any) -> None:
+    """Raises AssertionError unless each result has the bits that the case, of collectives or of
+    products, expects."""
+    for number, by_rank in enumerate(case.expected()):
         for rank, wanted in enumerate(by_rank):
             got = results[rank][number]
             name = f"call {number}, {case.calls[number]}, rank {rank}"
@@ -142,7 +143,7 @@ def random_case(seed: int, max_ranks: int = 5) -> CollectiveCase:
     return CollectiveCase(num_ranks, tuple(call() for _ in range(choose.choice((1, 3, 4)))))
 
 
-def ring(group: Any, rounds: int = 3, device: Any = "cpu") -> list[list[float]]:
+def ring(group: Any, device: Any = "cpu", rounds: int = 3) -> list[list[float]]:
     """Every rank stores to the next one, signals, and waits for the one before."""
     seen = []
     with SymmetricMemory(group, 1 << 14, device=device) as memory:
@@ -162,14 +163,31 @@ def ring(group: Any, rounds: int = 3, device: Any = "cpu") -> list[list[float]]:
     return seen
 
 
-def together(fn: Any, num_ranks: int = 2, timeout_s: float = 20.0, **options: Any) -> list[Any]:
-    """What ``fn(memory)`` returns or raises on each rank, a thread."""
+def verify_ring(results: Any, rounds: int = 3) -> None:
+    for rank, seen in enumerate(results):
+        before = (rank - 1) % len(results)
+        assert seen == [[10.0 * before + number] * 6 for number in range(rounds)]
+
+
+def run_on_gpu(group: Any, device: torch.device, case: CollectiveCase) -> list[Tensor]:
+    return run_case(group, case, device=device, timeout_s=30)
+
+
+def norms_on_gpus(num_ranks: int) -> CollectiveCase:
+    calls = tuple(
+        Call(NORM, shape, dtype, 16)
+        for shape in ((1, 264), (5, 8192), (300, 1024))
+        for dtype in FLOATS
+    )
+    return CollectiveCase(num_ranks, calls, staging_bytes=4 << 20)
+
+
+def together(fn: Any, num_ranks: int = 2, return_errors: bool = False, **options: Any) -> list[Any]:
+    """What ``fn(memory)`` returns, or raises with ``return_errors``, on each rank, a thread."""
+    options = {"timeout_s": 20.0, "staging_bytes": 1 << 12, **options}
 
     def main(group: Any) -> Any:
-        options_of = {"staging_bytes": 1 << 12, **options}
-        with SymmetricMemory(
-            group, 1 << 12, device="cpu", timeout_s=timeout_s, **options_of
-        ) as memory:
+        with SymmetricMemory(group, 1 << 12, device="cpu", **options) as memory:
             return fn(memory)
 
-    return local.run(main, num_ranks, timeout_s=60, return_errors=True)
+    return local.run(main, num_ranks, timeout_s=60, return_errors=return_errors)

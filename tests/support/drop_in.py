@@ -116,6 +116,13 @@ def barrier(group: Any) -> None:
     Rendezvous(group).barrier()
 
 
+def finish(group: Any) -> None:
+    """What was launched has run, on every rank."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    barrier(group)
+
+
 def alone(fn: Callable[[Any], Any]) -> Any:
     """``fn(group)`` in a group of one."""
     return local.run(fn, 1, timeout_s=60)[0]

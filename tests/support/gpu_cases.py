@@ -1,11 +1,13 @@
 """Cases of the end-to-end tests on GPUs, and the processes of their ranks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import gpu_pool
 import matrix
 import pytest
+import torch
 from cases import Case
 
 NUM_CASES = 64
@@ -19,15 +21,26 @@ def on_gpus(*counts: int) -> pytest.MarkDecorator:
 
 
 def run(
-    fn, num_ranks: int, *args: object, backend: str = "gloo", devices: Sequence[int] | None = None
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: object,
+    backend: str = "gloo",
+    devices: Sequence[int] | None = None,
+    variables: Mapping[str, str] = POISON,
+    timeout_s: float = 280,
 ) -> list:
     """One process of the session's pool a rank, on a device of its own unless ``devices`` says
     otherwise.
     """
     return gpu_pool.shared().run(
-        fn, num_ranks, *args, backend=backend, variables=POISON, timeout_s=280,
+        fn, num_ranks, *args, backend=backend, variables=variables, timeout_s=timeout_s,
         devices=range(num_ranks) if devices is None else devices,
     )  # fmt: skip
+
+
+def on_own_device(group: Any, fn: Callable[..., Any], *args: object) -> Any:
+    """Of a rank: ``fn(group, device, *args)``."""
+    return fn(group, torch.device("cuda", torch.cuda.current_device()), *args)
 
 
 def matrix_for(num_ranks: int, seed: int, num_cases: int = NUM_CASES) -> list[Case]:

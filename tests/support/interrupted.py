@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,7 +25,7 @@ TOKENS, HIDDEN = 8, 512
 
 
 def make(
-    group: Any, mode: str, device: torch.device, timeout_s: float = TIMEOUT_S
+    group: Any, device: torch.device, mode: str, timeout_s: float = TIMEOUT_S
 ) -> deep_comm.Buffer:
     low_latency = mode == LOW_LATENCY
     num_rdma_bytes = 0
@@ -57,6 +58,17 @@ def all_to_all(buffer: deep_comm.Buffer, mode: str, combines: bool = True) -> to
     return buffer.combine(rows, handle)[0] if combines else None
 
 
+def require_sums(buffer: deep_comm.Buffer, mode: str) -> None:
+    total = all_to_all(buffer, mode)
+    assert total is not None and bool((total == buffer.group_size).all())
+
+
+def require_out_of_step(buffer: deep_comm.Buffer, mode: str) -> None:
+    with pytest.raises(errors.CallInterrupted, match=r"reset\(\)") as caught:
+        all_to_all(buffer, mode, False)
+    assert caught.value.rank == buffer.rank
+
+
 def interrupt_soon() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever this process inherited
     threading.Timer(SIGNAL_AFTER_S, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -73,31 +85,24 @@ def ended_by_signal(call: Callable[[], object]) -> float:
     raise AssertionError(f"the call ended by itself after {time.monotonic() - began:.1f} s")
 
 
-def interrupted_then_reset(group: Any, mode: str, silent: int, combines: bool, device: Any) -> None:
+def interrupted_then_reset(group: Any, device: Any, mode: str, silent: int, combines: bool) -> None:
     """All ranks but one are interrupted while they wait for that one, in dispatch or in combine;
     then they cannot call; then all go on.
     """
-    with make(group, mode, device) as buffer:
-        total = all_to_all(buffer, mode)
-        assert total is not None and bool((total == group.size()).all())
+    with make(group, device, mode) as buffer:
+        require_sums(buffer, mode)
         if group.rank() != silent:
             lasted = ended_by_signal(lambda: all_to_all(buffer, mode))
             assert lasted < SOON_S, lasted
-            try:
-                all_to_all(buffer, mode, False)
-            except errors.CallInterrupted as error:
-                assert error.rank == group.rank() and "reset()" in str(error)
-            else:
-                raise AssertionError("a Buffer out of step was used again")
+            require_out_of_step(buffer, mode)
         elif combines:
             all_to_all(buffer, mode, False)  # so that the others come as far as their combine
         dist.barrier(group)
         buffer.reset()
-        total = all_to_all(buffer, mode)
-        assert total is not None and bool((total == group.size()).all())
+        require_sums(buffer, mode)
 
 
-def raised_between_launches(group: Any, mode: str, failing: int, device: Any) -> None:
+def raised_between_launches(group: Any, device: Any, mode: str, failing: int) -> None:
     """A rank gets no memory for rows whose number it has waited for. Peers are in the launch that
     it owes them: they time out, it is told that it is out of step, and all go on after reset().
     """
@@ -109,38 +114,26 @@ def raised_between_launches(group: Any, mode: str, failing: int, device: Any) ->
         return make_tensor(shape, *rest, **options)
 
     torch.empty_strided = empty_strided  # a Buffer takes it when it is made
-    with make(group, mode, device, timeout_s=3.0) as buffer:
+    with make(group, device, mode, timeout_s=3.0) as buffer:
         torch.empty_strided = make_tensor
-        total = all_to_all(buffer, mode)
-        assert total is not None and bool((total == group.size()).all())
+        require_sums(buffer, mode)
         dist.barrier(group)
         has_memory[0] = group.rank() != failing
-        try:
+        is_failing = group.rank() == failing
+        with pytest.raises(torch.OutOfMemoryError if is_failing else errors.PeerTimeout):
             all_to_all(buffer, mode, False)
-        except torch.OutOfMemoryError:
-            assert group.rank() == failing
-        except errors.PeerTimeout:
-            assert group.rank() != failing
-        else:
-            raise AssertionError("a dispatch without memory, or without a peer, has ended")
         has_memory[0] = True
-        if group.rank() == failing:
-            try:
-                all_to_all(buffer, mode, False)
-            except errors.CallInterrupted as error:
-                assert error.rank == failing
-            else:
-                raise AssertionError("a Buffer out of step was used again")
+        if is_failing:
+            require_out_of_step(buffer, mode)
         dist.barrier(group)
         buffer.reset()
-        total = all_to_all(buffer, mode)
-        assert total is not None and bool((total == group.size()).all())
+        require_sums(buffer, mode)
 
 
-def handled_in_the_call(group: Any, late: int, device: Any) -> None:
+def handled_in_the_call(group: Any, device: Any, late: int) -> None:
     """A handler that raises nothing runs while the call waits, and the call goes on."""
     handled: list[float] = []
-    with make(group, NORMAL, device) as buffer:
+    with make(group, device, NORMAL) as buffer:
         all_to_all(buffer, NORMAL)
         dist.barrier(group)
         if group.rank() == late:
@@ -148,16 +141,15 @@ def handled_in_the_call(group: Any, late: int, device: Any) -> None:
         else:
             interrupt_soon()
             signal.signal(signal.SIGINT, lambda *_: handled.append(time.monotonic()))
-        total = all_to_all(buffer, NORMAL)
+        require_sums(buffer, NORMAL)
         ended = time.monotonic()
-        assert total is not None and bool((total == group.size()).all())
     if group.rank() != late:
         assert len(handled) == 1 and ended - handled[0] > SIGNAL_AFTER_S, (handled, ended)
 
 
-def interrupted_then_closed(group: Any, silent: int, device: Any) -> None:
+def interrupted_then_closed(group: Any, device: Any, silent: int) -> None:
     """What a program does that ends: the Buffer's end waits for no peer either."""
-    buffer = make(group, NORMAL, device)
+    buffer = make(group, device, NORMAL)
     all_to_all(buffer, NORMAL)
     if group.rank() != silent:
         ended_by_signal(lambda: all_to_all(buffer, NORMAL))
@@ -166,3 +158,28 @@ def interrupted_then_closed(group: Any, silent: int, device: Any) -> None:
         assert time.monotonic() - began < SOON_S
     else:
         buffer.destroy()
+
+
+def silent_then_reset(group: Any, device: Any, silent: int, timeout_s: float) -> Any:
+    """A rank does not come to a dispatch: (peer, stage, word) of the others' PeerTimeout. Then all
+    go on."""
+    caught = None
+    with make(group, device, NORMAL, timeout_s) as buffer:
+        require_sums(buffer, NORMAL)
+        if group.rank() != silent:
+            with pytest.raises(errors.PeerTimeout) as raised:
+                all_to_all(buffer, NORMAL, False)
+                finish(buffer)
+            caught = raised.value.peer, raised.value.stage, raised.value.word
+        dist.barrier(group)
+        buffer.reset()
+        require_sums(buffer, NORMAL)
+        finish(buffer)
+    return caught
+
+
+def finish(buffer: deep_comm.Buffer) -> None:
+    """What a kernel has met is raised here at the latest."""
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize()
+    buffer.check()

@@ -160,6 +160,12 @@ def one_step(
     return returning.result()
 
 
+def reference_sums(case: LayerCase, step: int) -> list[Tensor]:
+    """By rank, of experts that are called with rows as they were sent."""
+    parts = zip(*(inputs(case, rank, step) for rank in range(case.num_ranks)), strict=True)
+    return reference_layer.expert_parallel(*parts, case.experts, expert, case.ranks_per_node)
+
+
 def verify(case: LayerCase, results: Sequence[Sequence[tuple[Tensor, list[str]]]]) -> None:
     """``results[rank][step]``."""
     for step in range(len(case.steps)):

@@ -170,6 +170,15 @@ class Pair:
         self.global_scale = None if global_scale is None else global_scale.to(buffer.device)
         self.rows: Tensor | None = None  # made by the first combine, kept for later ones
 
+    def become(self, call: int, with_rows: bool = True) -> None:
+        """That of another call, in the same memory: ``with_rows``: what combine is given, too."""
+        given = inputs_of(self.case, self.rank, call)
+        for own, new in zip((self.x, self.idx, self.weights), given, strict=True):
+            own.copy_(new)
+        if with_rows:
+            self.rows.copy_(expert_rows(self.case, self.rank, call))
+        self.call = call
+
     def _hooked(self, event: Any, hook: Any) -> Any:
         if self.case.mode == "async":
             event.current_stream_wait() if event.event is not None else None
@@ -236,6 +245,20 @@ def run_pairs(buffer: deep_comm.Buffer, case: LowLatencyCase) -> list[Received]:
                 if hook is not None:
                     hook()
         results += [pair.received() for pair in pairs]
+    return results
+
+
+def run_on_gpu(group: Any, cases: Sequence[LowLatencyCase], timeout_s: float) -> list:
+    """All pairs of all cases on one Buffer."""
+    num_bytes = max(case.num_bytes for case in cases)
+    results = []
+    with deep_comm.Buffer(
+        group, 0, num_bytes, low_latency_mode=True, ranks_per_node=cases[0].ranks_per_node,
+        device=torch.device("cuda", torch.cuda.current_device()), timeout_s=timeout_s,
+    ) as buffer:  # fmt: skip
+        for case in cases:
+            buffer.runtime.low_latency_hand_on_tokens = case.hand_on
+            results.append(run_pairs(buffer, case))
     return results
 
 

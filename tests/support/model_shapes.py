@@ -31,7 +31,7 @@ def low_latency_cases(name: str, tokens: tuple[int, ...]) -> list[LowLatencyCase
     return cases
 
 
-def run(group: Any, name: str, tokens: tuple[int, ...], device: Any) -> tuple[list, list]:
+def run(group: Any, device: Any, name: str, tokens: tuple[int, ...]) -> tuple[list, list]:
     """One rank's part in all cases of a model."""
     return (
         roundtrip.run_case(group, normal_case(name, tokens), device),

@@ -7,11 +7,11 @@ each rank, by which sums of ranks are rounded.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from collectives import FLOATS
 from torch import Tensor
 
 from deep_comm import tp
@@ -19,7 +19,6 @@ from deep_comm.reference import tp as reference
 from deep_comm.symmetric import SymmetricMemory
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,22 @@ class Product:
 @dataclass(frozen=True)
 class ProductCase:
     num_ranks: int
-    products: tuple[Product, ...]
+    calls: tuple[Product, ...]
     staging_bytes: int = 1 << 14
+
+    def expected(self) -> list[list[Tensor]]:
+        """By call, then by rank."""
+        found = []
+        for number, product in enumerate(self.calls):
+            given = [
+                operands(product, self.num_ranks, rank, number) for rank in range(self.num_ranks)
+            ]
+            x, weights = [pair[0] for pair in given], [pair[1] for pair in given]
+            outs = getattr(reference, product.op)(x, weights)
+            if product.op == "all_gather_matmul":
+                outs = [torch.cat([torch.cat(x), out], dim=1) for out in outs]
+            found.append(outs)
+        return found
 
 
 def operands(product: Product, num_ranks: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
@@ -71,37 +84,12 @@ def run_case(group: Any, case: ProductCase, **options: Any) -> list[Tensor]:
     options = {"device": "cpu", **options}
     results = []
     with SymmetricMemory(group, 0, staging_bytes=case.staging_bytes, **options) as memory:
-        for number, product in enumerate(case.products):
+        for number, product in enumerate(case.calls):
             given = operands(product, case.num_ranks, memory.rank, number)
             x, weight = (each.to(memory.device) for each in given)
             results.append(make(product, x, weight, memory))
             x.fill_(77)
         return [result.cpu() for result in results]
-
-
-def expected(case: ProductCase) -> list[list[Tensor]]:
-    """By call, then by rank."""
-    found = []
-    for number, product in enumerate(case.products):
-        given = [operands(product, case.num_ranks, rank, number) for rank in range(case.num_ranks)]
-        x, weights = [pair[0] for pair in given], [pair[1] for pair in given]
-        outs = getattr(reference, product.op)(x, weights)
-        if product.op == "all_gather_matmul":
-            outs = [torch.cat([torch.cat(x), out], dim=1) for out in outs]
-        found.append(outs)
-    return found
-
-
-def verify(case: ProductCase, results: Sequence[Sequence[Tensor]]) -> None:
-    for number, by_rank in enumerate(expected(case)):
-        for rank, wanted in enumerate(by_rank):
-            got = results[rank][number]
-            name = f"call {number}, {case.products[number]}, rank {rank}"
-            assert got.shape == wanted.shape and got.dtype == wanted.dtype, name
-            if not torch.equal(got, wanted):
-                where = (got != wanted).nonzero()[0].tolist()
-                at = got[tuple(where)].item(), wanted[tuple(where)].item()
-                raise AssertionError(f"{name}: {where} is {at[0]}, expected {at[1]}")
 
 
 def random_case(seed: int, max_ranks: int = 4) -> ProductCase:
@@ -139,17 +127,20 @@ def device_products(op: str, method: str) -> tuple[Product, ...]:
     )
 
 
-def _memory_on(group: Any, index: int, timeout_s: float = 30) -> SymmetricMemory:
-    device = torch.device("cuda", index)
+def _memory_on(group: Any, device: torch.device, timeout_s: float = 30) -> SymmetricMemory:
     return SymmetricMemory(group, 0, staging_bytes=8 << 20, device=device, timeout_s=timeout_s)
 
 
-def bits_of_fused(group: Any, op: str, index: int) -> str:
+def run_on_gpu(group: Any, device: torch.device, case: ProductCase) -> list[Tensor]:
+    return run_case(group, case, device=device, timeout_s=30)
+
+
+def bits_of_fused(group: Any, device: torch.device, op: str) -> str:
     """Values of any size: the order of sums shows. The product alone runs on what was gathered."""
     from deep_comm.tp import product as alone
 
-    with _memory_on(group, index) as memory:
-        ranks, rank, device = memory.group_size, memory.rank, memory.device
+    with _memory_on(group, device) as memory:
+        ranks, rank = memory.group_size, memory.rank
         rows, depth, columns = 256, 520, 648
         of = lambda seed, *shape: (
             torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
@@ -180,11 +171,11 @@ def bits_of_fused(group: Any, op: str, index: int) -> str:
     return ""
 
 
-def replayed(group: Any, op: str, method: str, index: int, replays: int) -> str:
+def replayed(group: Any, device: torch.device, op: str, method: str, replays: int) -> str:
     """A graph of three calls, replayed between eager calls, with another x each time."""
     product = Product(op, method, 128, 64, 40)
-    with _memory_on(group, index) as memory:
-        ranks, rank, device = memory.group_size, memory.rank, memory.device
+    with _memory_on(group, device) as memory:
+        ranks, rank = memory.group_size, memory.rank
         rows = product.rows * (1 if op == "all_gather_matmul" else ranks)
         x = torch.zeros((rows, product.depth), dtype=torch.bfloat16, device=device)
         weight = torch.zeros((product.depth, product.columns), dtype=x.dtype, device=device)
@@ -229,13 +220,13 @@ def replayed(group: Any, op: str, method: str, index: int, replays: int) -> str:
     return ""
 
 
-def late_and_absent(group: Any, method: str, index: int) -> str:
+def late_and_absent(group: Any, device: torch.device, method: str) -> str:
     """A rank that comes late is waited for. One that does not come is named, soon; then reset."""
     import time
 
     from deep_comm import errors
 
-    with _memory_on(group, index, timeout_s=4) as memory:
+    with _memory_on(group, device, timeout_s=4) as memory:
         x = torch.ones((256, 64), dtype=torch.bfloat16, device=memory.device)
         weight = torch.eye(64, dtype=x.dtype, device=memory.device)
 
@@ -270,9 +261,9 @@ def late_and_absent(group: Any, method: str, index: int) -> str:
         return "" if call() else "wrong after reset"
 
 
-def scaled_on_device(group: Any, index: int) -> str:
+def scaled_on_device(group: Any, device: torch.device) -> str:
     """FP8 through the library: decomposed has the bits of unfused, near those of float32."""
-    with _memory_on(group, index) as memory:
+    with _memory_on(group, device) as memory:
         generator = torch.Generator().manual_seed(memory.rank)
         x = torch.randn(256, 256, generator=generator)
         weight = torch.randn(128, 256, generator=generator)

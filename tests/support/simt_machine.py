@@ -142,7 +142,3 @@ def run_on(machine: str, kernel: str, params: Sequence[int] = (), **options: Any
     if machine == "direct":
         return run_direct(kernel, params, **options)
     return simulate(kernel, params, seed=int(machine.split()[1]), **options).check().memory
-
-
-MACHINES = ["direct", *(f"seed {seed}" for seed in range(6))]
-on_every_machine = pytest.mark.parametrize("machine", MACHINES)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import fake_cuda
+import pytest
 import torch
 from on_buffers import on_buffers
 
 import deep_comm
+from deep_comm import local
 
 R, T, M, H, K, E = 2, 7, 9, 256, 3, 6
 
@@ -25,6 +28,27 @@ def on_ranks(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any
         lambda buffer: body(buffer, buffer.rank), num_ranks, 0, num_bytes, low_latency_mode=True,
         timeout_s=20, **options,
     )  # fmt: skip
+
+
+Told = list[tuple[int, int]]
+
+
+def on_streams(body: Callable[[Any, fake_cuda.Log, Told], None]) -> None:
+    """One rank, over streams that a log keeps. ``told`` has (address, stream) of each
+    record_stream."""
+    told: Told = []
+
+    def main(group: local.ThreadGroup) -> None:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, 1, E)
+        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
+            body(buffer, log, told)
+
+    with fake_cuda.installed() as log, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.Tensor, "record_stream",
+            lambda tensor, stream: told.append((tensor.data_ptr(), stream.cuda_stream)),
+        )  # fmt: skip
+        local.run(main, 1, timeout_s=60)
 
 
 def inputs(rank: int, num_tokens: int = T, idx_dtype: torch.dtype = torch.int64) -> Any:

@@ -48,15 +48,11 @@ SUITES = {
     ),
     "low_latency": (
         "cpu/low_latency/test_low_latency_simulated.py",
-        "cpu/low_latency/test_low_latency_internode_simulated.py",
         "cpu/low_latency/test_low_latency_masks.py",
-        "cpu/low_latency/test_low_latency_internode_masks.py",
         "cpu/normal/test_max_num_tokens.py",
     ),
     "internode": (
         "cpu/internode/test_internode_simulated.py",
-        "cpu/internode/test_internode_direct_simulated.py",
-        "cpu/internode/test_internode_staged_simulated.py",
         "cpu/internode/test_expand_internode_simulated.py",
         "cpu/internode/test_internode_errors.py",
     ),

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from drop_in import alone
+from run_by import run_by
 
 import deep_comm
 from deep_comm import local
@@ -99,64 +100,62 @@ def test_signatures_are_real() -> None:
     assert "align_fp8_quantization" not in quantiser
 
 
-def test_buffers_can_be_held_weakly_and_die_without_waiting_for_peers() -> None:
-    def fn(group):
-        buffer = deep_ep.Buffer(group, 1 << 20)
-        elastic = deep_ep.ElasticBuffer(group, num_bytes=2 << 20, num_max_tokens_per_rank=8)
-        held = weakref.WeakValueDictionary(v1=buffer, v2=elastic)
-        group.barrier()
-        if group.rank() == 0:  # the other rank keeps its own
-            del buffer, elastic
-            gc.collect()
-            assert len(held) == 0
-        group.barrier()
-
-    local.run(fn, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_buffers_can_be_held_weakly_and_die_without_waiting_for_peers(group, /) -> None:
+    buffer = deep_ep.Buffer(group, 1 << 20)
+    elastic = deep_ep.ElasticBuffer(group, num_bytes=2 << 20, num_max_tokens_per_rank=8)
+    held = weakref.WeakValueDictionary(v1=buffer, v2=elastic)
+    group.barrier()
+    if group.rank() == 0:  # the other rank keeps its own
+        del buffer, elastic
+        gc.collect()
+        assert len(held) == 0
+    group.barrier()
 
 
 # ---- constructor ---------------------------------------------------------------------------------
 
 
-def test_constructor_forms_of_both_releases() -> None:
-    def fn(group):
-        first = (group, 1 << 20, 0, False, 24, True, False)
-        for arguments in (
-            (*first, False, True, False, None),  # 1.2.1: use_fabric, explicitly_destroy, …
-            (*first, True, False, None),  # later: explicitly_destroy, enable_shrink, comm
-            (*first, True, True),
-        ):
-            buffer = deep_ep.Buffer(*arguments)
-            assert buffer.explicitly_destroy and not buffer.enable_shrink
-            assert buffer.group is group
-            buffer.destroy()
-        buffer = deep_ep.Buffer(
-            group=group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False,
-            num_qps_per_rank=1, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=True,
-            use_fabric=True, explicitly_destroy=False, enable_shrink=False, comm=None,
-            allow_nvlink_for_normal_mode=True, eager_support=False,
-        )  # fmt: skip
-        buffer.destroy()  # whatever explicitly_destroy says
+@run_by(alone)
+def test_constructor_forms_of_both_releases(group, /) -> None:
+    first = (group, 1 << 20, 0, False, 24, True, False)
+    for arguments in (
+        (*first, False, True, False, None),  # 1.2.1: use_fabric, explicitly_destroy, …
+        (*first, True, False, None),  # later: explicitly_destroy, enable_shrink, comm
+        (*first, True, True),
+    ):
+        buffer = deep_ep.Buffer(*arguments)
+        assert buffer.explicitly_destroy and not buffer.enable_shrink
+        assert buffer.group is group
         buffer.destroy()
-        assert buffer.runtime is None
+    buffer = deep_ep.Buffer(
+        group=group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False,
+        num_qps_per_rank=1, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=True,
+        use_fabric=True, explicitly_destroy=False, enable_shrink=False, comm=None,
+        allow_nvlink_for_normal_mode=True, eager_support=False,
+    )  # fmt: skip
+    buffer.destroy()  # whatever explicitly_destroy says
+    buffer.destroy()
+    assert buffer.runtime is None
 
-    alone(fn)
 
+class Comm:
+    """An MPI communicator of so many ranks, as rank 0 sees it; the others bring what it brings, or
+    what ``allgather`` says."""
 
-class OneRank:
-    """An MPI communicator of one rank."""
+    def __init__(self, size: int, allgather=None) -> None:
+        self.size = size
+        self.allgather = allgather or (lambda payload: [payload] * size)
 
     def Get_rank(self) -> int:
         return 0
 
     def Get_size(self) -> int:
-        return 1
-
-    def allgather(self, payload):
-        return [payload]
+        return self.size
 
 
 def test_communicator_by_position_as_later_releases_have_it() -> None:
-    comm = OneRank()
+    comm = Comm(1)
     buffer = deep_ep.Buffer(None, 1 << 20, 0, False, 24, True, False, True, False, comm)
     assert buffer.group is comm and buffer.explicitly_destroy and not buffer.enable_shrink
     later = deep_ep.Buffer(None, 1 << 20, comm=comm)
@@ -171,15 +170,13 @@ def test_communicator_by_position_as_later_releases_have_it() -> None:
         ({"no_such_keyword": None}, "no_such_keyword"),
     ],
 )
-def test_constructor_refuses_by_name_what_it_cannot_do(options: dict, name: str) -> None:
-    def fn(group):
-        # TypeError too: programs try a keyword, and go on without it.
-        with pytest.raises(TypeError, match=name) as caught:
-            deep_ep.Buffer(group, 1 << 20, **options)
-        assert isinstance(caught.value, deep_comm.UnsupportedArgument)
-        assert caught.value.argument == name
-
-    alone(fn)
+@run_by(alone)
+def test_constructor_refuses_by_name_what_it_cannot_do(group, /, options: dict, name: str) -> None:
+    # TypeError too: programs try a keyword, and go on without it.
+    with pytest.raises(TypeError, match=name) as caught:
+        deep_ep.Buffer(group, 1 << 20, **options)
+    assert isinstance(caught.value, deep_comm.UnsupportedArgument)
+    assert caught.value.argument == name
 
 
 def test_set_num_sms_reaches_configs_and_calls_of_the_drop_in_alone() -> None:
@@ -209,18 +206,16 @@ def test_low_latency_size_hint_is_the_number_that_servers_compare_with() -> None
     )
 
 
-def test_low_latency_memory_is_what_the_shape_needs() -> None:
-    def fn(group):
-        hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 2048, 1, 256)
-        buffer = deep_ep.Buffer(group, 0, hint, low_latency_mode=True)
-        assert buffer.num_rdma_bytes == hint
-        region = buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
-        assert region.numel() >= region_bytes(1, 128, 2048)
-        assert region.numel() < hint / 10
-        other = deep_ep.Buffer(group, 0, 1 << 20, low_latency_mode=True)  # nobody's hint
-        assert other.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).numel() == 1 << 20
-
-    alone(fn)
+@run_by(alone)
+def test_low_latency_memory_is_what_the_shape_needs(group, /) -> None:
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 2048, 1, 256)
+    buffer = deep_ep.Buffer(group, 0, hint, low_latency_mode=True)
+    assert buffer.num_rdma_bytes == hint
+    region = buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
+    assert region.numel() >= region_bytes(1, 128, 2048)
+    assert region.numel() < hint / 10
+    other = deep_ep.Buffer(group, 0, 1 << 20, low_latency_mode=True)  # nobody's hint
+    assert other.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).numel() == 1 << 20
 
 
 def test_low_latency_memory_agrees_though_one_rank_alone_asked_for_the_hint() -> None:
@@ -228,20 +223,12 @@ def test_low_latency_memory_agrees_though_one_rank_alone_asked_for_the_hint() ->
     shapes = hints._hinted.pop(hint)
     assert shapes == {(2, 64, 1024)}
 
-    class OtherRank:
-        """Ranks are threads here and share what hints know: this one brings another's answer."""
+    def allgather(known):
+        """Ranks are threads here and share what hints know: this brings another's answer."""
+        assert known[0] == []
+        return [known, (sorted(shapes), known[1])]
 
-        def Get_rank(self) -> int:
-            return 0
-
-        def Get_size(self) -> int:
-            return 2
-
-        def allgather(self, known):
-            assert known[0] == []
-            return [known, (sorted(shapes), known[1])]
-
-    assert hints.bytes_to_allocate(None, OtherRank(), hint) == region_bytes(2, 64, 1024)
+    assert hints.bytes_to_allocate(None, Comm(2, allgather), hint) == region_bytes(2, 64, 1024)
 
 
 @pytest.mark.parametrize("enable_shrink", [False, True])
@@ -250,18 +237,7 @@ def test_low_latency_memory_of_many_ranks_has_room_for_masks(
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "8")
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(512, 1024, 128, 256)
-
-    class Comm:
-        def Get_rank(self) -> int:
-            return 0
-
-        def Get_size(self) -> int:
-            return 128
-
-        def allgather(self, known):
-            return [known] * 128
-
-    assert hints.bytes_to_allocate(None, Comm(), hint, enable_shrink) == (
+    assert hints.bytes_to_allocate(None, Comm(128), hint, enable_shrink) == (
         deep_comm.Buffer.get_low_latency_rdma_size_hint(
             512, 1024, 128, 256, ranks_per_node=8, enable_shrink=enable_shrink
         )
@@ -282,22 +258,20 @@ def test_low_latency_memory_is_all_that_was_asked_for_on_request(
     assert size == hint
 
 
-def test_local_buffer_offset_counts_elements() -> None:
-    def fn(group):
-        buffer = deep_ep.Buffer(group, 4096)
-        whole = buffer.get_local_buffer_tensor(torch.int32)
-        whole.copy_(torch.arange(1024, dtype=torch.int32))
-        part = buffer.get_local_buffer_tensor(torch.int32, torch.Size([2, 3]), offset=10)
-        assert part.tolist() == [[10, 11, 12], [13, 14, 15]]
-        assert buffer.get_local_buffer_tensor(torch.int32, offset=1000).numel() == 24
-        for given, argument in (
-            (dict(dtype="float32"), "dtype"),
-            (dict(dtype=torch.int8, size=3), "size"),
-            (dict(dtype=torch.int8, size=[2.0]), "size"),
-            (dict(dtype=torch.int8, size=[4097]), "size"),
-            (dict(dtype=torch.int8, offset="1"), "offset"),
-        ):
-            with pytest.raises(deep_comm.errors.ArgumentError, match=f"^{argument} "):
-                buffer.get_local_buffer_tensor(**given)
-
-    alone(fn)
+@run_by(alone)
+def test_local_buffer_offset_counts_elements(group, /) -> None:
+    buffer = deep_ep.Buffer(group, 4096)
+    whole = buffer.get_local_buffer_tensor(torch.int32)
+    whole.copy_(torch.arange(1024, dtype=torch.int32))
+    part = buffer.get_local_buffer_tensor(torch.int32, torch.Size([2, 3]), offset=10)
+    assert part.tolist() == [[10, 11, 12], [13, 14, 15]]
+    assert buffer.get_local_buffer_tensor(torch.int32, offset=1000).numel() == 24
+    for given, argument in (
+        (dict(dtype="float32"), "dtype"),
+        (dict(dtype=torch.int8, size=3), "size"),
+        (dict(dtype=torch.int8, size=[2.0]), "size"),
+        (dict(dtype=torch.int8, size=[4097]), "size"),
+        (dict(dtype=torch.int8, offset="1"), "offset"),
+    ):
+        with pytest.raises(deep_comm.errors.ArgumentError, match=f"^{argument} "):
+            buffer.get_local_buffer_tensor(**given)

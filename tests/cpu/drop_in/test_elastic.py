@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from elastic import ElasticCase, alone, main
+from run_by import run_by
 
 from deep_comm import local
 from deep_comm.compat.elastic import ElasticBuffer
@@ -35,63 +36,53 @@ def test_rows_fields_and_sums(case: ElasticCase, sync: bool, expand: bool) -> No
     local.run(lambda group: main(group, case), case.num_ranks, timeout_s=60)
 
 
-def test_padding_is_zero_on_request_and_only_then_written() -> None:
-    def fn(buffer, x, idx):
-        recv, _, _, handle, _ = buffer.dispatch(
-            x + 1, idx, num_experts=4, expert_alignment=8, do_expand=True, do_zero_padding=True
+@run_by(alone)
+def test_padding_is_zero_on_request_and_only_then_written(buffer, x, idx, /) -> None:
+    recv, _, _, handle, _ = buffer.dispatch(
+        x + 1, idx, num_experts=4, expert_alignment=8, do_expand=True, do_zero_padding=True
+    )
+    real = torch.zeros(recv.shape[0], dtype=torch.bool)
+    real[handle.slots[handle.slots >= 0].long()] = True
+    assert bool((recv[real] != 0).all()) and bool((recv[~real] == 0).all())
+    assert int((~real).sum()) > 0
+
+
+@run_by(alone)
+def test_scales_in_columns_for_bulk_copies(buffer, x, idx, /) -> None:
+    sf = torch.arange(12, dtype=torch.int32).view(3, 4).t()
+    for expand in (False, True):
+        (_, recv_sf), *_ = buffer.dispatch(
+            (x, sf), idx, num_experts=4, do_expand=expand, use_tma_aligned_col_major_sf=True
         )
-        real = torch.zeros(recv.shape[0], dtype=torch.bool)
-        real[handle.slots[handle.slots >= 0].long()] = True
-        assert bool((recv[real] != 0).all()) and bool((recv[~real] == 0).all())
-        assert int((~real).sum()) > 0
-
-    alone(fn)
+        assert recv_sf.stride() == (1, -(-recv_sf.shape[0] // 4) * 4)
+        assert recv_sf.dtype == torch.int32
+    assert recv_sf[:2].tolist() == [sf[0].tolist(), sf[3].tolist()]
 
 
-def test_scales_in_columns_for_bulk_copies() -> None:
-    def fn(buffer, x, idx):
-        sf = torch.arange(12, dtype=torch.int32).view(3, 4).t()
-        for expand in (False, True):
-            (_, recv_sf), *_ = buffer.dispatch(
-                (x, sf), idx, num_experts=4, do_expand=expand, use_tma_aligned_col_major_sf=True
-            )
-            assert recv_sf.stride() == (1, -(-recv_sf.shape[0] // 4) * 4)
-            assert recv_sf.dtype == torch.int32
-        assert recv_sf[:2].tolist() == [sf[0].tolist(), sf[3].tolist()]
-
-    alone(fn)
-
-
-def test_combine_honours_rewritten_metadata() -> None:
-    def fn(buffer, x, idx):
-        recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, do_expand=True)
-        handle.recv_src_metadata[:, 2:] = -1
-        handle.recv_src_metadata[:, 3] = torch.tensor([2, 0, 1, 1000], dtype=torch.int32)
-        rows = torch.tensor([10.0, 20.0, 30.0]).view(-1, 1).expand(3, 64).to(torch.bfloat16)
-        combined, _, _ = buffer.combine(rows.contiguous(), handle)
-        assert combined[:, 0].tolist() == [30.0, 10.0, 20.0, 0.0]
-
-    alone(fn)
+@run_by(alone)
+def test_combine_honours_rewritten_metadata(buffer, x, idx, /) -> None:
+    recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, do_expand=True)
+    handle.recv_src_metadata[:, 2:] = -1
+    handle.recv_src_metadata[:, 3] = torch.tensor([2, 0, 1, 1000], dtype=torch.int32)
+    rows = torch.tensor([10.0, 20.0, 30.0]).view(-1, 1).expand(3, 64).to(torch.bfloat16)
+    combined, _, _ = buffer.combine(rows.contiguous(), handle)
+    assert combined[:, 0].tolist() == [30.0, 10.0, 20.0, 0.0]
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_metadata_may_be_cut_to_the_rows_that_arrived(sync: bool) -> None:
-    def fn(buffer, x, idx):
-        _, _, _, handle, _ = buffer.dispatch(
-            x, idx, num_experts=4, do_expand=True, do_cpu_sync=sync
-        )
-        num_recv_tokens = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-        handle.recv_src_metadata = handle.recv_src_metadata[:num_recv_tokens]
-        assert handle.recv_src_metadata.shape == (4, 4)
-        rows = torch.arange(1, 8).view(-1, 1).expand(7, 64).to(torch.bfloat16)
-        combined, _, _ = buffer.combine(rows.contiguous(), handle)
-        # By expert: tokens 0 and 3, 0 and 1, 1 and 2, 3.
-        assert combined[:, 0].tolist() == [1.0 + 3.0, 4.0 + 5.0, 6.0, 2.0 + 7.0]
-        for wrong in (handle.recv_src_metadata.long(), handle.recv_src_metadata[:, 1:]):
-            with pytest.raises(ArgumentError, match="recv_src_metadata"):
-                handle.recv_src_metadata = wrong
-
-    alone(fn)
+@run_by(alone)
+def test_metadata_may_be_cut_to_the_rows_that_arrived(buffer, x, idx, /, sync: bool) -> None:
+    _, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, do_expand=True, do_cpu_sync=sync)
+    num_recv_tokens = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+    handle.recv_src_metadata = handle.recv_src_metadata[:num_recv_tokens]
+    assert handle.recv_src_metadata.shape == (4, 4)
+    rows = torch.arange(1, 8).view(-1, 1).expand(7, 64).to(torch.bfloat16)
+    combined, _, _ = buffer.combine(rows.contiguous(), handle)
+    # By expert: tokens 0 and 3, 0 and 1, 1 and 2, 3.
+    assert combined[:, 0].tolist() == [1.0 + 3.0, 4.0 + 5.0, 6.0, 2.0 + 7.0]
+    for wrong in (handle.recv_src_metadata.long(), handle.recv_src_metadata[:, 1:]):
+        with pytest.raises(ArgumentError, match="recv_src_metadata"):
+            handle.recv_src_metadata = wrong
 
 
 @pytest.mark.parametrize("sync", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from elastic import alone
+from run_by import run_by
 
 from deep_comm import UnsupportedError, errors, local
 from deep_comm.compat.elastic import ElasticBuffer
@@ -15,94 +16,88 @@ import deep_ep  # isort: skip
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
-def test_rules_of_events() -> None:
-    def fn(buffer, x, idx):
-        event = ElasticBuffer.capture()
-        with pytest.raises(errors.ArgumentError, match="previous_event"):
-            buffer.dispatch(x, idx, num_experts=4, previous_event=event)
-        for is_async in (False, True):
-            recv, _, _, handle, done = buffer.dispatch(
-                x, idx, num_experts=4, previous_event=event, allocate_on_comm_stream=True,
-                async_with_compute_stream=is_async, previous_event_before_epilogue=event,
-            )  # fmt: skip
-            assert isinstance(done, deep_ep.EventOverlap)
-            with done:
-                pass
-            buffer.combine(
-                recv, handle, previous_event=event, allocate_on_comm_stream=True,
-                async_with_compute_stream=is_async, previous_event_before_epilogue=event,
-            )  # fmt: skip
-            # Unlike V1: without an event it may stand alone.
-            buffer.combine(recv, handle, allocate_on_comm_stream=True)
-
-    alone(fn)
+@run_by(alone)
+def test_rules_of_events(buffer, x, idx, /) -> None:
+    event = ElasticBuffer.capture()
+    with pytest.raises(errors.ArgumentError, match="previous_event"):
+        buffer.dispatch(x, idx, num_experts=4, previous_event=event)
+    for is_async in (False, True):
+        recv, _, _, handle, done = buffer.dispatch(
+            x, idx, num_experts=4, previous_event=event, allocate_on_comm_stream=True,
+            async_with_compute_stream=is_async, previous_event_before_epilogue=event,
+        )  # fmt: skip
+        assert isinstance(done, deep_ep.EventOverlap)
+        with done:
+            pass
+        buffer.combine(
+            recv, handle, previous_event=event, allocate_on_comm_stream=True,
+            async_with_compute_stream=is_async, previous_event_before_epilogue=event,
+        )  # fmt: skip
+        # Unlike V1: without an event it may stand alone.
+        buffer.combine(recv, handle, allocate_on_comm_stream=True)
 
 
 @pytest.mark.parametrize(
     "stats", [torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int32), [0] * 4]
 )
-def test_statistics_that_do_not_fit_are_refused_before_anything_is_sent(stats) -> None:
-    def fn(buffer, x, idx):
-        with pytest.raises(errors.ArgumentError, match="cumulative_local_expert_recv_stats"):
-            buffer.dispatch(x, idx, num_experts=4, cumulative_local_expert_recv_stats=stats)
-        stats_of_two = torch.zeros(4, 2, dtype=torch.int32)[:, 0]
-        _, _, _, handle, _ = buffer.dispatch(
-            x, idx, num_experts=4, cumulative_local_expert_recv_stats=stats_of_two
-        )
-        assert torch.equal(stats_of_two, handle.num_unaligned_recv_tokens_per_expert)
-
-    alone(fn)
-
-
-def test_cached_dispatch_says_what_does_not_fit_its_handle() -> None:
-    def fn(buffer, x, idx):
-        recv, recv_idx, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, expert_alignment=2)
-        # Neither num_sms nor num_experts is needed beside a handle.
-        assert handle.num_sms == buffer.get_theoretical_num_sms(4, 2)
-        again, again_idx, _, same, _ = buffer.dispatch(x, handle=handle)
-        assert again.equal(recv) and again_idx is recv_idx and same is handle
-        buffer.dispatch(
-            x, handle=handle, num_experts=4, expert_alignment=2, num_max_tokens_per_rank=8,
-            num_sms=handle.num_sms, do_cpu_sync=False,
-        )  # fmt: skip
-        for options, name in (
-            ({"topk_idx": idx}, "topk_idx"),
-            ({"num_experts": 5}, "num_experts"),
-            ({"expert_alignment": 4}, "expert_alignment"),
-            ({"num_max_tokens_per_rank": 16}, "num_max_tokens_per_rank"),
-            ({"do_cpu_sync": True}, "do_cpu_sync"),
-            ({"topk_weights": torch.ones(4, 3)}, "topk_weights"),
-            ({"topk_weights": torch.ones(4, 2, dtype=torch.float64)}, "topk_weights"),
-            ({"cumulative_local_expert_recv_stats": torch.zeros(4)}, "cumulative"),
-        ):
-            with pytest.raises(ValueError, match=name):
-                buffer.dispatch(x, handle=handle, **options)
-
-    alone(fn)
+@run_by(alone)
+def test_statistics_that_do_not_fit_are_refused_before_anything_is_sent(
+    buffer, x, idx, /, stats
+) -> None:
+    with pytest.raises(errors.ArgumentError, match="cumulative_local_expert_recv_stats"):
+        buffer.dispatch(x, idx, num_experts=4, cumulative_local_expert_recv_stats=stats)
+    stats_of_two = torch.zeros(4, 2, dtype=torch.int32)[:, 0]
+    _, _, _, handle, _ = buffer.dispatch(
+        x, idx, num_experts=4, cumulative_local_expert_recv_stats=stats_of_two
+    )
+    assert torch.equal(stats_of_two, handle.num_unaligned_recv_tokens_per_expert)
 
 
-def test_arguments_are_checked_before_anything_is_sent() -> None:
-    def fn(buffer, x, idx):
-        for options, name in (
-            ({}, "num_experts"),
-            ({"num_experts": 4, "topk_idx": None}, "topk_idx"),
-            ({"num_experts": 4, "num_max_tokens_per_rank": 3}, "x"),
-            ({"num_experts": 4, "num_max_tokens_per_rank": 0}, "num_max_tokens_per_rank"),
-            ({"num_experts": 4, "expert_alignment": 0}, "expert_alignment"),
-            ({"num_experts": 4, "num_sms": -2}, "num_sms"),
-            ({"num_experts": 4, "handle": (1, 2)}, "handle"),
-        ):
-            with pytest.raises(ValueError, match=name):
-                buffer.dispatch(x, **{"topk_idx": idx, **options})
-        recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, do_expand=True)
-        with pytest.raises(ValueError, match="topk_weights"):
-            buffer.combine(recv, handle, topk_weights=torch.ones(3))
-        with pytest.raises(ValueError, match="x"):
-            buffer.combine(recv[0], handle)
-        with pytest.raises(ValueError, match="handle"):
-            buffer.combine(recv, handle._native)
+@run_by(alone)
+def test_cached_dispatch_says_what_does_not_fit_its_handle(buffer, x, idx, /) -> None:
+    recv, recv_idx, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, expert_alignment=2)
+    # Neither num_sms nor num_experts is needed beside a handle.
+    assert handle.num_sms == buffer.get_theoretical_num_sms(4, 2)
+    again, again_idx, _, same, _ = buffer.dispatch(x, handle=handle)
+    assert again.equal(recv) and again_idx is recv_idx and same is handle
+    buffer.dispatch(
+        x, handle=handle, num_experts=4, expert_alignment=2, num_max_tokens_per_rank=8,
+        num_sms=handle.num_sms, do_cpu_sync=False,
+    )  # fmt: skip
+    for options, name in (
+        ({"topk_idx": idx}, "topk_idx"),
+        ({"num_experts": 5}, "num_experts"),
+        ({"expert_alignment": 4}, "expert_alignment"),
+        ({"num_max_tokens_per_rank": 16}, "num_max_tokens_per_rank"),
+        ({"do_cpu_sync": True}, "do_cpu_sync"),
+        ({"topk_weights": torch.ones(4, 3)}, "topk_weights"),
+        ({"topk_weights": torch.ones(4, 2, dtype=torch.float64)}, "topk_weights"),
+        ({"cumulative_local_expert_recv_stats": torch.zeros(4)}, "cumulative"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            buffer.dispatch(x, handle=handle, **options)
 
-    alone(fn)
+
+@run_by(alone)
+def test_arguments_are_checked_before_anything_is_sent(buffer, x, idx, /) -> None:
+    for options, name in (
+        ({}, "num_experts"),
+        ({"num_experts": 4, "topk_idx": None}, "topk_idx"),
+        ({"num_experts": 4, "num_max_tokens_per_rank": 3}, "x"),
+        ({"num_experts": 4, "num_max_tokens_per_rank": 0}, "num_max_tokens_per_rank"),
+        ({"num_experts": 4, "expert_alignment": 0}, "expert_alignment"),
+        ({"num_experts": 4, "num_sms": -2}, "num_sms"),
+        ({"num_experts": 4, "handle": (1, 2)}, "handle"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            buffer.dispatch(x, **{"topk_idx": idx, **options})
+    recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, do_expand=True)
+    with pytest.raises(ValueError, match="topk_weights"):
+        buffer.combine(recv, handle, topk_weights=torch.ones(3))
+    with pytest.raises(ValueError, match="x"):
+        buffer.combine(recv[0], handle)
+    with pytest.raises(ValueError, match="handle"):
+        buffer.combine(recv, handle._native)
 
 
 @pytest.mark.parametrize(
@@ -119,38 +114,34 @@ def test_what_cannot_be_offered_says_so(name: str) -> None:
         getattr(ElasticBuffer, name)(None, 1)
 
 
-def test_memory_on_the_host_cannot_be_offered() -> None:
-    def fn(group):
-        with pytest.raises(UnsupportedError, match="num_cpu_bytes"):
-            ElasticBuffer(group, num_bytes=2 << 20, num_cpu_bytes=2 << 20)
-        with pytest.raises(ValueError, match="hidden"):
-            ElasticBuffer(group, num_max_tokens_per_rank=4)
-
-    local.run(fn, 1, timeout_s=60)
+@run_by(local.run, 1, timeout_s=60)
+def test_memory_on_the_host_cannot_be_offered(group, /) -> None:
+    with pytest.raises(UnsupportedError, match="num_cpu_bytes"):
+        ElasticBuffer(group, num_bytes=2 << 20, num_cpu_bytes=2 << 20)
+    with pytest.raises(ValueError, match="hidden"):
+        ElasticBuffer(group, num_max_tokens_per_rank=4)
 
 
-def test_sizes_domains_and_resources() -> None:
-    def fn(group):
-        size = ElasticBuffer.get_buffer_size_hint(group, 64, 256, num_topk=4)
-        assert size % (2 << 20) == 0 and size > group.size() * 64 * 512
-        assert ElasticBuffer.get_buffer_size_hint(group, 1 << 16, 256, 4, True) < (
-            ElasticBuffer.get_buffer_size_hint(group, 1 << 16, 256, 4)
-        )
-        buffer = ElasticBuffer(group, num_max_tokens_per_rank=64, hidden=256, num_topk=4)
-        assert buffer.num_bytes == size
-        assert buffer.get_physical_domain_size() == (1, 2) == buffer.get_logical_domain_size()
-        assert deep_ep.get_physical_domain_size(group) == (1, 2)
-        assert deep_ep.get_logical_domain_size(group, allow_hybrid_mode=False) == (1, 2)
-        assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, group.rank())
-        num_sms = buffer.get_theoretical_num_sms(256, 8)
-        assert num_sms >= 1
-        assert buffer.get_theoretical_num_qps(num_sms) > 0
-        buffer.barrier()
-        buffer.destroy()
-        buffer.destroy()
-        assert buffer.runtime is None
-
-    local.run(fn, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_sizes_domains_and_resources(group, /) -> None:
+    size = ElasticBuffer.get_buffer_size_hint(group, 64, 256, num_topk=4)
+    assert size % (2 << 20) == 0 and size > group.size() * 64 * 512
+    assert ElasticBuffer.get_buffer_size_hint(group, 1 << 16, 256, 4, True) < (
+        ElasticBuffer.get_buffer_size_hint(group, 1 << 16, 256, 4)
+    )
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=64, hidden=256, num_topk=4)
+    assert buffer.num_bytes == size
+    assert buffer.get_physical_domain_size() == (1, 2) == buffer.get_logical_domain_size()
+    assert deep_ep.get_physical_domain_size(group) == (1, 2)
+    assert deep_ep.get_logical_domain_size(group, allow_hybrid_mode=False) == (1, 2)
+    assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, group.rank())
+    num_sms = buffer.get_theoretical_num_sms(256, 8)
+    assert num_sms >= 1
+    assert buffer.get_theoretical_num_qps(num_sms) > 0
+    buffer.barrier()
+    buffer.destroy()
+    buffer.destroy()
+    assert buffer.runtime is None
 
 
 @pytest.mark.parametrize("is_hybrid", [False, True])

@@ -15,6 +15,7 @@ import drop_in
 import pytest
 import torch
 from drop_in import HIDDEN, NUM_EXPERTS, NUM_TOPK
+from run_by import run_by
 
 from deep_comm import UnsupportedError, errors, local
 
@@ -165,56 +166,52 @@ def test_two_halves_of_a_batch_overlap(ranks_per_node: int, mode: DeepEPMode, mo
     local.run(fn, 2, timeout_s=60)
 
 
-def test_stages_hooks_and_what_is_not_offered() -> None:
-    def fn(group):
-        set_is_extend_in_batch(False)
-        dispatcher = adapter.DeepCommDispatcher(**options(group))
-        x, ids, weights = drop_in.routed(0, 3, hidden=H)
-        calls = []
-        with pytest.raises(errors.ArgumentError, match="dispatch_b"):
-            dispatcher.dispatch_b()
-        registration = dispatcher.register_deepep_dispatch_hook(lambda d: calls.append(d))
-        dispatcher.register_post_combine_hook(lambda d, out: out * 2)
-        output = dispatcher.dispatch(x, topk_output(ids, weights))
-        assert calls == [dispatcher]
-        registration.remove()
-        # 3 tokens * 4 selections over 16 experts, rounded up as SGLang's runners expect it.
-        assert output.expected_m == (3 * group.size() * NUM_TOPK + NUM_EXPERTS) // NUM_EXPERTS
-        combined = dispatcher.combine(run_experts(output, 0))
-        assert float((combined / 2 - drop_in.dense(x, ids, weights)).abs().max()) < 8
-        output = dispatcher.dispatch(x, topk_output(ids, weights))
-        assert calls == [dispatcher]
-        dispatcher.set_overlap_args(SimpleNamespace(overlap=True), {"block_m": 64})
-        with pytest.raises(UnsupportedError, match="overlap"):
-            dispatcher.combine(run_experts(output, 0))
-        with pytest.raises(errors.ArgumentError, match="num_experts"):
-            adapter.DeepCommDispatcher(group, 4)
-
-    local.run(fn, 1, timeout_s=60)
+@run_by(local.run, 1, timeout_s=60)
+def test_stages_hooks_and_what_is_not_offered(group, /) -> None:
+    set_is_extend_in_batch(False)
+    dispatcher = adapter.DeepCommDispatcher(**options(group))
+    x, ids, weights = drop_in.routed(0, 3, hidden=H)
+    calls = []
+    with pytest.raises(errors.ArgumentError, match="dispatch_b"):
+        dispatcher.dispatch_b()
+    registration = dispatcher.register_deepep_dispatch_hook(lambda d: calls.append(d))
+    dispatcher.register_post_combine_hook(lambda d, out: out * 2)
+    output = dispatcher.dispatch(x, topk_output(ids, weights))
+    assert calls == [dispatcher]
+    registration.remove()
+    # 3 tokens * 4 selections over 16 experts, rounded up as SGLang's runners expect it.
+    assert output.expected_m == (3 * group.size() * NUM_TOPK + NUM_EXPERTS) // NUM_EXPERTS
+    combined = dispatcher.combine(run_experts(output, 0))
+    assert float((combined / 2 - drop_in.dense(x, ids, weights)).abs().max()) < 8
+    output = dispatcher.dispatch(x, topk_output(ids, weights))
+    assert calls == [dispatcher]
+    dispatcher.set_overlap_args(SimpleNamespace(overlap=True), {"block_m": 64})
+    with pytest.raises(UnsupportedError, match="overlap"):
+        dispatcher.combine(run_experts(output, 0))
+    with pytest.raises(errors.ArgumentError, match="num_experts"):
+        adapter.DeepCommDispatcher(group, 4)
 
 
-def test_rows_of_four_bits_in_the_shapes_of_the_fork() -> None:
-    def fn(group):
-        set_is_extend_in_batch(False)
-        dispatcher = adapter.DeepCommDispatcher(**options(group))
-        x_global_scale = torch.full((1,), 448.0)
-        dispatcher.set_quant_config({"input_global_scale": x_global_scale})
-        x, ids, weights = drop_in.routed(group.rank(), 4, hidden=H, routing="holes")
-        x[:, ::16] = 6.0  # so that all values are exact
-        output = dispatcher.dispatch(x, topk_output(ids, weights))
-        assert output.format is base.DispatchOutputFormat.DEEPEP_LL
-        assert output.hidden_states.shape[1:] == (H // 2, NUM_EXPERTS // 2)
-        rows = drop_in.dequantised_nvfp4(
-            output.hidden_states, output.hidden_states_scale, x_global_scale
-        )
-        out = drop_in.masked_experts(rows, output.masked_m, drop_in.first_of(group.rank(), 2))
-        combined = dispatcher.combine(
-            deepep.DeepEPLLCombineInput(out, output.topk_ids, output.topk_weights)
-        )
-        check(x, ids, weights, combined, is_exact=True)
-        group.barrier()
-
-    local.run(fn, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_rows_of_four_bits_in_the_shapes_of_the_fork(group, /) -> None:
+    set_is_extend_in_batch(False)
+    dispatcher = adapter.DeepCommDispatcher(**options(group))
+    x_global_scale = torch.full((1,), 448.0)
+    dispatcher.set_quant_config({"input_global_scale": x_global_scale})
+    x, ids, weights = drop_in.routed(group.rank(), 4, hidden=H, routing="holes")
+    x[:, ::16] = 6.0  # so that all values are exact
+    output = dispatcher.dispatch(x, topk_output(ids, weights))
+    assert output.format is base.DispatchOutputFormat.DEEPEP_LL
+    assert output.hidden_states.shape[1:] == (H // 2, NUM_EXPERTS // 2)
+    rows = drop_in.dequantised_nvfp4(
+        output.hidden_states, output.hidden_states_scale, x_global_scale
+    )
+    out = drop_in.masked_experts(rows, output.masked_m, drop_in.first_of(group.rank(), 2))
+    combined = dispatcher.combine(
+        deepep.DeepEPLLCombineInput(out, output.topk_ids, output.topk_weights)
+    )
+    check(x, ids, weights, combined, is_exact=True)
+    group.barrier()
 
 
 @pytest.mark.parametrize(
@@ -299,18 +296,16 @@ def test_quantises_where_older_releases_have_their_kernel(monkeypatch) -> None:
     assert rows.dtype == torch.float8_e4m3fn and scales.shape == (2, 2)
 
 
-def test_layers_share_a_buffer_that_goes_with_them() -> None:
-    def fn(group):
-        first = adapter.DeepCommDispatcher(**options(group))
-        second = adapter.DeepCommDispatcher(**options(group))
-        assert first.buffer is second.buffer and first.buffer.low_latency_mode
-        other = adapter.DeepCommDispatcher(**options(group, DeepEPMode.NORMAL))
-        assert other.buffer is not first.buffer and not other.buffer.low_latency_mode
-        del first, second, other
-        gc.collect()
-        assert len(module._buffers) == 0
-
-    local.run(fn, 1, timeout_s=60)
+@run_by(local.run, 1, timeout_s=60)
+def test_layers_share_a_buffer_that_goes_with_them(group, /) -> None:
+    first = adapter.DeepCommDispatcher(**options(group))
+    second = adapter.DeepCommDispatcher(**options(group))
+    assert first.buffer is second.buffer and first.buffer.low_latency_mode
+    other = adapter.DeepCommDispatcher(**options(group, DeepEPMode.NORMAL))
+    assert other.buffer is not first.buffer and not other.buffer.low_latency_mode
+    del first, second, other
+    gc.collect()
+    assert len(module._buffers) == 0
 
 
 def test_register_exchanges_the_class_wherever_it_was_imported(

@@ -13,6 +13,7 @@ import drop_in
 import pytest
 import torch
 from drop_in import HIDDEN, NUM_EXPERTS
+from run_by import run_by
 
 from deep_comm import UnsupportedError, errors, local
 
@@ -165,31 +166,29 @@ def test_standard_format_prefill_and_decode(
         local.run(fn, 4, timeout_s=60)
 
 
-def test_router_weight_on_the_input() -> None:
-    def fn(group):
-        rank, num_ranks = group.rank(), group.size()
-        num_local = NUM_EXPERTS // num_ranks
-        manager = adapter.NormalManager(group)
-        prepare_finalize = adapter.NormalPrepareFinalize(
-            manager.get_handle({}), num_ranks, num_ranks, rank * num_local
-        )
-        x, ids, weights = drop_in.routed(rank, 7, num_topk=1)
-        rows, scale, _, recv_ids, recv_weights = prepare_finalize.prepare(
-            x, weights, ids, NUM_EXPERTS, None, True, quant("bf16")
-        )
-        out = standard_experts(rows, scale, recv_ids, recv_weights, rank * num_local, num_local)
-        output = torch.empty_like(x)
-        receiver = prepare_finalize.finalize_async(
-            output, out, recv_weights, recv_ids, True, TopKWeightAndReduceDelegate()
-        )
-        receiver()
-        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
-        with pytest.raises(errors.ArgumentError, match="apply_router_weight_on_input"):
-            x, ids, weights = drop_in.routed(rank, 7)
-            prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, True, quant("bf16"))
-        group.barrier()
-
-    local.run(fn, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_router_weight_on_the_input(group, /) -> None:
+    rank, num_ranks = group.rank(), group.size()
+    num_local = NUM_EXPERTS // num_ranks
+    manager = adapter.NormalManager(group)
+    prepare_finalize = adapter.NormalPrepareFinalize(
+        manager.get_handle({}), num_ranks, num_ranks, rank * num_local
+    )
+    x, ids, weights = drop_in.routed(rank, 7, num_topk=1)
+    rows, scale, _, recv_ids, recv_weights = prepare_finalize.prepare(
+        x, weights, ids, NUM_EXPERTS, None, True, quant("bf16")
+    )
+    out = standard_experts(rows, scale, recv_ids, recv_weights, rank * num_local, num_local)
+    output = torch.empty_like(x)
+    receiver = prepare_finalize.finalize_async(
+        output, out, recv_weights, recv_ids, True, TopKWeightAndReduceDelegate()
+    )
+    receiver()
+    assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+    with pytest.raises(errors.ArgumentError, match="apply_router_weight_on_input"):
+        x, ids, weights = drop_in.routed(rank, 7)
+        prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, True, quant("bf16"))
+    group.barrier()
 
 
 @pytest.mark.parametrize("ranks_per_node", [8, 1])
@@ -250,79 +249,75 @@ class Experts:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0", "fp8 again"])
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_batched_format(kind: str, is_moved: bool) -> None:
-    def fn(group):
-        rank, num_ranks = group.rank(), group.size()
-        num_local = NUM_EXPERTS // num_ranks
-        adapter.register()
-        manager = all2all.DeepEPLLAll2AllManager(group)
-        assert manager.max_sms_used() == 0
-        hidden, max_tokens = 2 * HIDDEN, 12
-        tables = None
-        if is_moved:
-            physical = torch.arange(NUM_EXPERTS, dtype=torch.int32).flip(0)
-            tables = (physical, physical, physical[rank * num_local :][:num_local])
-        prepare_finalize = all2all_utils.make_low_latency(
-            manager, max_tokens, hidden, NUM_EXPERTS, kind != "bf16", tables
+@run_by(local.run, 2, timeout_s=60)
+def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
+    rank, num_ranks = group.rank(), group.size()
+    num_local = NUM_EXPERTS // num_ranks
+    adapter.register()
+    manager = all2all.DeepEPLLAll2AllManager(group)
+    assert manager.max_sms_used() == 0
+    hidden, max_tokens = 2 * HIDDEN, 12
+    tables = None
+    if is_moved:
+        physical = torch.arange(NUM_EXPERTS, dtype=torch.int32).flip(0)
+        tables = (physical, physical, physical[rank * num_local :][:num_local])
+    prepare_finalize = all2all_utils.make_low_latency(
+        manager, max_tokens, hidden, NUM_EXPERTS, kind != "bf16", tables
+    )
+    assert isinstance(prepare_finalize, adapter.LowLatencyPrepareFinalize)
+    assert prepare_finalize.activation_format is FORMAT.BatchedExperts
+    assert prepare_finalize.max_num_tokens_per_rank() == max_tokens
+    prepare_finalize.post_init_setup(Experts(kind == "ue8m0"))
+    config = quant("bf16" if kind == "fp8 again" else "fp8" if kind != "bf16" else "bf16")
+    for step in range(3):
+        x, ids, weights = drop_in.routed(rank, (5 * rank + step) % 12, hidden=hidden, seed=step)
+        hook, receiver = prepare_finalize.prepare_async(
+            x, weights, ids, NUM_EXPERTS, None, False, config
         )
-        assert isinstance(prepare_finalize, adapter.LowLatencyPrepareFinalize)
-        assert prepare_finalize.activation_format is FORMAT.BatchedExperts
-        assert prepare_finalize.max_num_tokens_per_rank() == max_tokens
-        prepare_finalize.post_init_setup(Experts(kind == "ue8m0"))
-        config = quant("bf16" if kind == "fp8 again" else "fp8" if kind != "bf16" else "bf16")
-        for step in range(3):
-            x, ids, weights = drop_in.routed(rank, (5 * rank + step) % 12, hidden=hidden, seed=step)
-            hook, receiver = prepare_finalize.prepare_async(
-                x, weights, ids, NUM_EXPERTS, None, False, config
-            )
-            hook()
-            rows, scales, meta, recv_ids, recv_weights = receiver()
-            assert recv_ids is None and recv_weights is None
-            counts = meta.expert_num_tokens
-            if kind == "ue8m0":
-                assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
-                packed = scales.squeeze(-1).contiguous().unsqueeze(-1)
-                exponents = packed.view(torch.uint8).to(torch.int32) - 127
-                scales = torch.exp2(exponents.float())
-            values = rows.float() if scales is None else drop_in.dequantised(rows, scales)
-            moved = prepare_finalize.global_to_physical
-            first = rank * num_local
-            out = torch.zeros(rows.shape, dtype=torch.bfloat16)
-            for expert, count in enumerate(counts.tolist()):
-                factor = first + expert
-                factor = NUM_EXPERTS - factor if moved is not None else factor + 1
-                out[expert, :count] = (values[expert, :count] * factor).to(torch.bfloat16)
-            memory = prepare_finalize.allocate_fused_expert_output(
-                tuple(out.shape), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
-            )
-            assert memory is not None and memory.shape == out.shape
-            assert prepare_finalize.allocate_fused_expert_output(
-                (1, 2, 3), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
-            ) is None  # fmt: skip
-            if step == 1:  # experts that wrote elsewhere
-                memory.fill_(float("nan"))
-                memory = out
-            else:
-                memory.copy_(out)
-            output = torch.full_like(x, float("nan"))
-            hook, receiver = prepare_finalize.finalize_async(
-                output, memory, weights, ids, False, TopKWeightAndReduceDelegate()
-            )
-            hook()
-            receiver()
-            wanted = drop_in.dense(x, ids, weights)
-            tolerance = 0.08 * float(wanted.abs().max()) if "fp8" in kind and len(x) else 0.0
-            if len(x):
-                assert float((output.float() - wanted).abs().max()) <= tolerance
-        with pytest.raises(errors.ArgumentError, match="weight_and_reduce_impl"):
-            prepare_finalize.finalize(
-                output, out, weights, ids, False, TopKWeightAndReduceContiguous()
-            )
-        with pytest.raises(UnsupportedError, match="defer_input_quant"):
-            prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, False, config, True)
-        group.barrier()
-
-    local.run(fn, 2, timeout_s=60)
+        hook()
+        rows, scales, meta, recv_ids, recv_weights = receiver()
+        assert recv_ids is None and recv_weights is None
+        counts = meta.expert_num_tokens
+        if kind == "ue8m0":
+            assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
+            packed = scales.squeeze(-1).contiguous().unsqueeze(-1)
+            exponents = packed.view(torch.uint8).to(torch.int32) - 127
+            scales = torch.exp2(exponents.float())
+        values = rows.float() if scales is None else drop_in.dequantised(rows, scales)
+        moved = prepare_finalize.global_to_physical
+        first = rank * num_local
+        out = torch.zeros(rows.shape, dtype=torch.bfloat16)
+        for expert, count in enumerate(counts.tolist()):
+            factor = first + expert
+            factor = NUM_EXPERTS - factor if moved is not None else factor + 1
+            out[expert, :count] = (values[expert, :count] * factor).to(torch.bfloat16)
+        memory = prepare_finalize.allocate_fused_expert_output(
+            tuple(out.shape), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
+        )
+        assert memory is not None and memory.shape == out.shape
+        assert prepare_finalize.allocate_fused_expert_output(
+            (1, 2, 3), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
+        ) is None  # fmt: skip
+        if step == 1:  # experts that wrote elsewhere
+            memory.fill_(float("nan"))
+            memory = out
+        else:
+            memory.copy_(out)
+        output = torch.full_like(x, float("nan"))
+        hook, receiver = prepare_finalize.finalize_async(
+            output, memory, weights, ids, False, TopKWeightAndReduceDelegate()
+        )
+        hook()
+        receiver()
+        wanted = drop_in.dense(x, ids, weights)
+        tolerance = 0.08 * float(wanted.abs().max()) if "fp8" in kind and len(x) else 0.0
+        if len(x):
+            assert float((output.float() - wanted).abs().max()) <= tolerance
+    with pytest.raises(errors.ArgumentError, match="weight_and_reduce_impl"):
+        prepare_finalize.finalize(output, out, weights, ids, False, TopKWeightAndReduceContiguous())
+    with pytest.raises(UnsupportedError, match="defer_input_quant"):
+        prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, False, config, True)
+    group.barrier()
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -395,22 +390,20 @@ def test_fault_tolerance_asks_the_buffer_made_last(monkeypatch: pytest.MonkeyPat
     local.run(fn, 2, timeout_s=60)
 
 
-def test_without_fault_tolerance_no_rank_is_masked_out() -> None:
-    def fn(group):
-        manager = adapter.LowLatencyManager(group)
-        assert not manager.support_fault_tolerance
-        sizes = dict(
-            max_num_tokens_per_dp_rank=8, token_hidden_size=HIDDEN, num_ep_ranks=1,
-            num_global_experts=NUM_EXPERTS,
-        )  # fmt: skip
-        assert manager.buffer_arguments(sizes)["enable_shrink"] is False
-        with pytest.raises(UnsupportedError, match="fault tolerance is off"):
-            manager.query_active_mask()
-        with pytest.raises(UnsupportedError, match="low latency's alone"):
-            adapter.NormalManager(group).query_active_mask()
-        manager.clean_buffers()
-
-    local.run(fn, 1, timeout_s=60)
+@run_by(local.run, 1, timeout_s=60)
+def test_without_fault_tolerance_no_rank_is_masked_out(group, /) -> None:
+    manager = adapter.LowLatencyManager(group)
+    assert not manager.support_fault_tolerance
+    sizes = dict(
+        max_num_tokens_per_dp_rank=8, token_hidden_size=HIDDEN, num_ep_ranks=1,
+        num_global_experts=NUM_EXPERTS,
+    )  # fmt: skip
+    assert manager.buffer_arguments(sizes)["enable_shrink"] is False
+    with pytest.raises(UnsupportedError, match="fault tolerance is off"):
+        manager.query_active_mask()
+    with pytest.raises(UnsupportedError, match="low latency's alone"):
+        adapter.NormalManager(group).query_active_mask()
+    manager.clean_buffers()
 
 
 def test_hidden_sizes_are_not_rounded_up_for_nothing() -> None:

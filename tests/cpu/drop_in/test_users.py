@@ -22,107 +22,55 @@ def test_vllm_finds_the_names_it_annotates_with() -> None:
     vllm.annotations()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("routing", ["distinct", "holes", "duplicates"])
-def test_vllm_high_throughput(num_ranks: int, routing: str) -> None:
-    run(vllm.high_throughput, num_ranks, routing, drop_in.HIDDEN, False, False)
+BOTH = (False, True)
+PROGRAMS = [
+    *(
+        (vllm.high_throughput, num_ranks, (routing, drop_in.HIDDEN, False, False))
+        for num_ranks in (2, 3, 4, 8)
+        for routing in ("distinct", "holes", "duplicates")
+    ),
+    # FP8 and dual batches; rows of 256 bytes.
+    (vllm.high_throughput, 2, ("holes", drop_in.HIDDEN, True, True)),
+    (vllm.high_throughput, 2, ("distinct", 128, False, False)),
+    (vllm.two_handles_in_flight, 3, ()),
+    *((vllm.low_latency, 4, (use_fp8, has_hook)) for use_fp8 in BOTH for has_hook in BOTH),
+    # Packed exponents.
+    *((vllm.low_latency, 2, (True, has_hook, True)) for has_hook in BOTH),
+    *((vllm.low_latency_nvfp4, 4, (use_fp8,)) for use_fp8 in BOTH),
+    (vllm.low_latency_micro_batches, 3, ()),
+    (vllm.fault_tolerance, 3, ()),
+    *(
+        (vllm.elastic, 3, (is_captured, use_fp8, 64 if is_captured else None))
+        for is_captured in BOTH
+        for use_fp8 in BOTH
+    ),
+    # A scale for 32 columns.
+    *((vllm.elastic, 2, (is_captured, True, None, True)) for is_captured in BOTH),
+    *((sglang.auto, num_ranks, ()) for num_ranks in (2, 4)),
+    *((sglang.elastic, 3, (is_prefill,)) for is_prefill in BOTH),
+    *((megatron.step, 3, (async_finish,)) for async_finish in BOTH),
+    *((megatron.recorded, 3, (async_finish,)) for async_finish in BOTH),
+    (others.torchtitan, 3, ()),
+    *((others.lightllm_prefill, 3, (is_rewritten,)) for is_rewritten in BOTH),
+    (others.lightllm_both, 2, ()),
+    (others.lmdeploy, 2, ()),
+    (others.tensorrt_llm, 4, ()),
+    (others.slime, 1, ()),
+]
 
 
-def test_vllm_high_throughput_with_fp8_and_dual_batches() -> None:
-    run(vllm.high_throughput, 2, "holes", drop_in.HIDDEN, True, True)
+def name_of(value: object) -> str:
+    return getattr(value, "__qualname__", str(value))
 
 
-def test_vllm_high_throughput_with_rows_of_256_bytes() -> None:
-    run(vllm.high_throughput, 2, "distinct", 128, False, False)
-
-
-def test_vllm_keeps_two_handles() -> None:
-    run(vllm.two_handles_in_flight, 3)
-
-
-@pytest.mark.parametrize("use_fp8", [False, True])
-@pytest.mark.parametrize("return_recv_hook", [False, True])
-def test_vllm_low_latency(use_fp8: bool, return_recv_hook: bool) -> None:
-    run(vllm.low_latency, 4, use_fp8, return_recv_hook)
-
-
-@pytest.mark.parametrize("return_recv_hook", [False, True])
-def test_vllm_low_latency_with_packed_exponents(return_recv_hook: bool) -> None:
-    run(vllm.low_latency, 2, True, return_recv_hook, True)
-
-
-@pytest.mark.parametrize("use_fp8", [False, True])
-def test_vllm_low_latency_with_rows_of_four_bits(use_fp8: bool) -> None:
-    run(vllm.low_latency_nvfp4, 4, use_fp8)
-
-
-def test_vllm_low_latency_with_two_micro_batches() -> None:
-    run(vllm.low_latency_micro_batches, 3)
-
-
-def test_vllm_fault_tolerance() -> None:
-    run(vllm.fault_tolerance, 3)
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("use_fp8", [False, True])
-def test_vllm_elastic(is_captured: bool, use_fp8: bool) -> None:
-    run(vllm.elastic, 3, is_captured, use_fp8, 64 if is_captured else None)
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_vllm_elastic_with_a_scale_for_32_columns(is_captured: bool) -> None:
-    run(vllm.elastic, 2, is_captured, True, None, True)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_sglang_normal_and_low_latency_over_one_buffer(num_ranks: int) -> None:
-    run(sglang.auto, num_ranks)
-
-
-@pytest.mark.parametrize("is_prefill", [False, True])
-def test_sglang_elastic(is_prefill: bool) -> None:
-    run(sglang.elastic, 3, is_prefill)
-
-
-@pytest.mark.parametrize("async_finish", [False, True])
-def test_megatron_forward_and_backward(async_finish: bool) -> None:
-    run(megatron.step, 3, async_finish)
-
-
-@pytest.mark.parametrize("async_finish", [False, True])
-def test_nemo_replays_the_dispatches_it_has_recorded(async_finish: bool) -> None:
-    run(megatron.recorded, 3, async_finish)
-
-
-def test_torchtitan_forward_and_backward() -> None:
-    run(others.torchtitan, 3)
-
-
-@pytest.mark.parametrize("is_rewritten", [False, True])
-def test_lightllm_prefill(is_rewritten: bool) -> None:
-    run(others.lightllm_prefill, 3, is_rewritten)
+@pytest.mark.parametrize(("fn", "num_ranks", "arguments"), PROGRAMS, ids=name_of)
+def test_a_program_runs_as_it_was_written(fn, num_ranks: int, arguments: tuple) -> None:
+    run(fn, num_ranks, *arguments)
 
 
 def test_lightllm_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_DEEP_EP_FULL_RDMA", "1")
     run(others.lightllm_decode, 2)
-
-
-def test_lightllm_prefill_while_a_decode_is_under_way() -> None:
-    run(others.lightllm_both, 2)
-
-
-def test_lmdeploy() -> None:
-    run(others.lmdeploy, 2)
-
-
-def test_tensorrt_llm() -> None:
-    run(others.tensorrt_llm, 4)
-
-
-def test_slime_replaces_the_constructor() -> None:
-    run(others.slime, 1)
 
 
 def test_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +102,7 @@ def test_vllm_high_throughput_over_two_nodes(routing: str, monkeypatch: pytest.M
         (others.lightllm_prefill, (False,)),
         (others.lightllm_prefill, (True,)),
     ],
-    ids=lambda value: getattr(value, "__qualname__", str(value)),
+    ids=name_of,
 )
 def test_over_two_nodes_unmodified(fn, arguments: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "2")

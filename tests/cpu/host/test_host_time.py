@@ -9,6 +9,7 @@ import fake_cuda
 import pytest
 import torch
 from fake_cuda import COMPUTE, Counter
+from run_by import run_by
 
 import deep_comm
 from deep_comm import local
@@ -75,70 +76,70 @@ def empties(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
 CONFIG = deep_comm.Config(2, 4, 16)
 
 
-def test_a_cached_dispatch_takes_one_block_and_no_tensor_of_torch(empties: list[object]) -> None:
-    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        before = buffer._context.region.num_free_bytes
-        empties.clear()
-        with Counter() as counter:
-            out = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
-        assert empties == []
-        assert log == [("dispatch", COMPUTE), ("record", COMPUTE)]
-        assert len(counter.functions) <= 24, counter.functions
-        assert buffer._context.region.num_free_bytes < before
-        log.clear()
-        del out
-        assert log == [("mark", COMPUTE)]
-        assert buffer._context.region.num_free_bytes == before
-
-    _on_fake_cuda(body)
-
-
-def test_a_dispatch_launches_all_before_it_waits(empties: list[object]) -> None:
-    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        empties.clear()
-        with Counter() as counter:
-            buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=CONFIG)
-        assert empties == []  # what the handle keeps lies in the region, too
-        assert log[:3] == [("notify", COMPUTE), ("dispatch", COMPUTE), ("wait_counts",)], log
-        assert len(counter.functions) <= 24, counter.functions
-
-    _on_fake_cuda(body)
+@run_by(_on_fake_cuda)
+def test_a_cached_dispatch_takes_one_block_and_no_tensor_of_torch(
+    buffer: Any, log: Any, x: Any, handle: Any, idx: Any, /, empties: list[object]
+) -> None:
+    before = buffer._context.region.num_free_bytes
+    empties.clear()
+    with Counter() as counter:
+        out = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
+    assert empties == []
+    assert log == [("dispatch", COMPUTE), ("record", COMPUTE)]
+    assert len(counter.functions) <= 24, counter.functions
+    assert buffer._context.region.num_free_bytes < before
+    log.clear()
+    del out
+    assert log == [("mark", COMPUTE)]
+    assert buffer._context.region.num_free_bytes == before
 
 
-def test_a_cached_dispatch_without_region_takes_one_tensor(empties: list[object]) -> None:
-    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        empties.clear()
-        buffer.dispatch(x, handle=handle, config=CONFIG)
-        assert len(empties) == 1
-        assert log.names() == ["dispatch", "record"]
-
-    _on_fake_cuda(body, num_direct_bytes=0)
-
-
-def test_a_combine_takes_one_tensor(empties: list[object]) -> None:
-    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        rows = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
-        log.clear()
-        empties.clear()
-        with Counter() as counter:
-            buffer.combine(rows, handle, config=CONFIG)
-        assert len(empties) == 1
-        assert log == [("combine", COMPUTE), ("record", COMPUTE)]
-        assert len(counter.functions) <= 23, counter.functions
-
-    _on_fake_cuda(body)
+@run_by(_on_fake_cuda)
+def test_a_dispatch_launches_all_before_it_waits(
+    buffer: Any, log: Any, x: Any, handle: Any, idx: Any, /, empties: list[object]
+) -> None:
+    empties.clear()
+    with Counter() as counter:
+        buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=CONFIG)
+    assert empties == []  # what the handle keeps lies in the region, too
+    assert log[:3] == [("notify", COMPUTE), ("dispatch", COMPUTE), ("wait_counts",)], log
+    assert len(counter.functions) <= 24, counter.functions
 
 
-def test_a_layout_takes_three_tensors(empties: list[object]) -> None:
-    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        empties.clear()
-        with Counter() as counter:
-            buffer.get_dispatch_layout(idx, E)
-        assert len(empties) == 3
-        assert log == [("layout", COMPUTE), ("record", COMPUTE)]
-        assert len(counter.functions) <= 23, counter.functions
+@run_by(_on_fake_cuda, num_direct_bytes=0)
+def test_a_cached_dispatch_without_region_takes_one_tensor(
+    buffer: Any, log: Any, x: Any, handle: Any, idx: Any, /, empties: list[object]
+) -> None:
+    empties.clear()
+    buffer.dispatch(x, handle=handle, config=CONFIG)
+    assert len(empties) == 1
+    assert log.names() == ["dispatch", "record"]
 
-    _on_fake_cuda(body)
+
+@run_by(_on_fake_cuda)
+def test_a_combine_takes_one_tensor(
+    buffer: Any, log: Any, x: Any, handle: Any, idx: Any, /, empties: list[object]
+) -> None:
+    rows = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
+    log.clear()
+    empties.clear()
+    with Counter() as counter:
+        buffer.combine(rows, handle, config=CONFIG)
+    assert len(empties) == 1
+    assert log == [("combine", COMPUTE), ("record", COMPUTE)]
+    assert len(counter.functions) <= 23, counter.functions
+
+
+@run_by(_on_fake_cuda)
+def test_a_layout_takes_three_tensors(
+    buffer: Any, log: Any, x: Any, handle: Any, idx: Any, /, empties: list[object]
+) -> None:
+    empties.clear()
+    with Counter() as counter:
+        buffer.get_dispatch_layout(idx, E)
+    assert len(empties) == 3
+    assert log == [("layout", COMPUTE), ("record", COMPUTE)]
+    assert len(counter.functions) <= 23, counter.functions
 
 
 def test_copies_of_a_handle_serve_as_it_does() -> None:
@@ -153,25 +154,23 @@ def test_copies_of_a_handle_serve_as_it_does() -> None:
     _on_fake_cuda(body)
 
 
+@run_by(_on_fake_cuda)
 def test_a_block_that_another_stream_may_read_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: Any, log: Any, x: Any, handle: Any, idx: Any, /, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        # All of the region was last used on some other stream.
-        region = buffer._context.region
-        blocks = []
-        while (taken := region.allocate(1024)) is not None:
-            blocks.append(taken[0])
-        log.current = 33
-        del blocks, taken
-        # And on the stream that took them, whose kernels may have been given them without a word.
-        assert set(log) == {("mark", 33), ("mark", COMPUTE)}
-        log.clear()
-        log.current = COMPUTE
-        buffer.dispatch(x, handle=handle, config=CONFIG)
-        assert log[:2] == [("wait", COMPUTE), ("dispatch", COMPUTE)]
-
-    _on_fake_cuda(body)
+    # All of the region was last used on some other stream.
+    region = buffer._context.region
+    blocks = []
+    while (taken := region.allocate(1024)) is not None:
+        blocks.append(taken[0])
+    log.current = 33
+    del blocks, taken
+    # And on the stream that took them, whose kernels may have been given them without a word.
+    assert set(log) == {("mark", 33), ("mark", COMPUTE)}
+    log.clear()
+    log.current = COMPUTE
+    buffer.dispatch(x, handle=handle, config=CONFIG)
+    assert log[:2] == [("wait", COMPUTE), ("dispatch", COMPUTE)]
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -215,39 +214,37 @@ def test_low_latency_calls_touch_no_other_stream(empties: list[object], compact:
 
 
 @pytest.mark.parametrize("looked_at", [False, True])
-def test_streams_matter_to_a_handles_memory_once_there_is_a_tensor_of_it(looked_at: bool) -> None:
-    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        made = buffer.dispatch(x, topk_idx=idx, num_experts=E, config=CONFIG)[4]
-        buffer.combine(x, made, config=CONFIG)
-        if looked_at:
-            assert torch.equal(made.recv_src_idx, torch.arange(T, dtype=torch.int32))
-        log.clear()
-        del made
-        assert log == [("mark", COMPUTE)] * looked_at
-
-    _on_fake_cuda(body)
-
-
-def test_a_dispatch_without_counts_for_the_host_makes_no_tensor_of_torch(
-    empties: list[object],
+@run_by(_on_fake_cuda)
+def test_streams_matter_to_a_handles_memory_once_there_is_a_tensor_of_it(
+    buffer: Any, log: Any, x: Any, handle: Any, idx: Any, /, looked_at: bool
 ) -> None:
-    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        def call() -> Any:
-            return buffer.dispatch(
-                x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=CONFIG,
-                num_worst_tokens=2 * T,
-            )  # fmt: skip
+    made = buffer.dispatch(x, topk_idx=idx, num_experts=E, config=CONFIG)[4]
+    buffer.combine(x, made, config=CONFIG)
+    if looked_at:
+        assert torch.equal(made.recv_src_idx, torch.arange(T, dtype=torch.int32))
+    log.clear()
+    del made
+    assert log == [("mark", COMPUTE)] * looked_at
 
-        call()
-        empties.clear()
-        with Counter() as counter:
-            received = call()
-        assert empties == []
-        assert len(counter.functions) <= 53, counter.functions
-        assert received[4].num_recv_tokens_tensor.item() == T
-        assert received[4].recv_src_idx.tolist() == [*range(T), *[-1] * T]
 
-    _on_fake_cuda(body)
+@run_by(_on_fake_cuda)
+def test_a_dispatch_without_counts_for_the_host_makes_no_tensor_of_torch(
+    buffer: Any, log: Any, x: Any, handle: Any, idx: Any, /, empties: list[object]
+) -> None:
+    def call() -> Any:
+        return buffer.dispatch(
+            x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=CONFIG,
+            num_worst_tokens=2 * T,
+        )  # fmt: skip
+
+    call()
+    empties.clear()
+    with Counter() as counter:
+        received = call()
+    assert empties == []
+    assert len(counter.functions) <= 53, counter.functions
+    assert received[4].num_recv_tokens_tensor.item() == T
+    assert received[4].recv_src_idx.tolist() == [*range(T), *[-1] * T]
 
 
 @pytest.mark.parametrize("num_direct_bytes", [0, 8 << 20])

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from run_by import run_by
 
 from deep_comm import ArgumentError, DeepCommError, PeerLost, local
 
@@ -14,14 +15,12 @@ def test_results_come_by_rank() -> None:
     assert local.run(lambda group: (group.rank(), group.size()), 3) == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_many_exchanges_in_a_row_stay_apart() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        for turn in range(200):
-            gathered = group.all_gather_object((turn, group.rank()))
-            assert gathered == [(turn, rank) for rank in range(group.size())]
-        group.barrier()
-
-    local.run(main, 4)
+@run_by(local.run, 4)
+def test_many_exchanges_in_a_row_stay_apart(group: local.ThreadGroup, /) -> None:
+    for turn in range(200):
+        gathered = group.all_gather_object((turn, group.rank()))
+        assert gathered == [(turn, rank) for rank in range(group.size())]
+    group.barrier()
 
 
 def test_subgroups_exchange_among_themselves_in_their_own_order() -> None:
@@ -38,14 +37,14 @@ def test_subgroups_exchange_among_themselves_in_their_own_order() -> None:
     assert local.run(main, 4) == [[0, 2], [3, 1], [0, 2], [3, 1]]
 
 
-def test_a_subgroup_without_the_caller_or_with_a_rank_twice_is_refused() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with pytest.raises(ArgumentError):
-            group.subgroup([1 - group.rank()])
-        with pytest.raises(ArgumentError):
-            group.subgroup([0, 0, 1])
-
-    local.run(main, 2)
+@run_by(local.run, 2)
+def test_a_subgroup_without_the_caller_or_with_a_rank_twice_is_refused(
+    group: local.ThreadGroup, /
+) -> None:
+    with pytest.raises(ArgumentError):
+        group.subgroup([1 - group.rank()])
+    with pytest.raises(ArgumentError):
+        group.subgroup([0, 0, 1])
 
 
 def test_the_root_cause_is_raised_with_its_rank_and_nobody_hangs() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, Scales
 from disagreeing import build_alone
+from interrupted import silent_then_reset
 from roundtrip import run_case, verify
 
 import deep_comm
@@ -167,27 +168,11 @@ def test_ranks_that_disagree_are_told_so(field: str) -> None:
     ]
 
 
-def _silent_then_reset(group, silent: int):
-    with deep_comm.Buffer(group, 8 << 20, device="cpu", timeout_s=TIMEOUT_S) as buffer:
-        caught = None
-        if group.rank() != silent:
-            try:
-                _dispatch_all_to_all(buffer, 5)
-            except errors.PeerTimeout as error:
-                caught = (error.peer, error.stage, error.word)
-        dist.barrier(group)
-        buffer.reset()
-        recv_x, _, _, _, handle, _ = _dispatch_all_to_all(buffer, 5)
-        total = buffer.combine(recv_x, handle)[0]
-        return caught, bool((total == group.size()).all())
-
-
 def test_a_silent_rank_is_named_and_the_buffer_goes_on_after_reset() -> None:
-    results = forked.run(_silent_then_reset, 3, 1)
-    assert all(good for _, good in results)
-    assert results[1][0] is None
+    results = forked.run(silent_then_reset, 3, "cpu", 1, TIMEOUT_S)
+    assert results[1] is None
     for rank in (0, 2):
-        peer, stage, word = results[rank][0]
+        peer, stage, word = results[rank]
         assert peer == 1 and stage and word
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 
 import pytest
+from run_by import run_by
 
 from deep_comm import ArgumentError, Buffer, TopologyError, UnsupportedError, local
 from deep_comm.backends import nvshmem
@@ -61,12 +62,10 @@ def test_an_unknown_name_is_refused_wherever_it_comes_from(monkeypatch) -> None:
         local.run(lambda group: Buffer(group, 1 << 16, device="cpu"), 1)
 
 
-def test_a_buffer_refuses_the_rail_of_another_target() -> None:
-    def fn(group):
-        with pytest.raises(ArgumentError, match="'nvshmem'|got 'nvshmem'"):
-            Buffer(group, 1 << 16, 1 << 16, device="cpu", ranks_per_node=1, rail="nvshmem")
-
-    local.run(fn, 2)
+@run_by(local.run, 2)
+def test_a_buffer_refuses_the_rail_of_another_target(group, /) -> None:
+    with pytest.raises(ArgumentError, match="'nvshmem'|got 'nvshmem'"):
+        Buffer(group, 1 << 16, 1 << 16, device="cpu", ranks_per_node=1, rail="nvshmem")
 
 
 def test_what_is_missing_is_named(monkeypatch) -> None:
@@ -80,12 +79,10 @@ def test_what_is_missing_is_named(monkeypatch) -> None:
         nvshmem.load()
 
 
-def test_threads_are_not_a_job() -> None:
-    def fn(group):
-        with pytest.raises(UnsupportedError, match="a process a rank"):
-            nvshmem.join(Rendezvous(group), 0, 4, 1 << 20, ["a", "a"])
-
-    local.run(fn, 2)
+@run_by(local.run, 2)
+def test_threads_are_not_a_job(group, /) -> None:
+    with pytest.raises(UnsupportedError, match="a process a rank"):
+        nvshmem.join(Rendezvous(group), 0, 4, 1 << 20, ["a", "a"])
 
 
 UP = nvshmem._State
@@ -188,13 +185,11 @@ def test_memory_put_aside_serves_the_next_buffer_on_all_ranks_alike() -> None:
     ]  # fmt: skip
 
 
-def test_a_full_heap_raises_on_all_ranks() -> None:
-    def fn(group):
-        job = nvshmem.Job(FakeModule(group.rank(), group.size(), 100), b"x")
-        with pytest.raises(Exception, match="needs 101 bytes on this rank"):
-            job.allocate(Rendezvous(group), 101)
-
-    local.run(fn, 2)
+@run_by(local.run, 2)
+def test_a_full_heap_raises_on_all_ranks(group, /) -> None:
+    job = nvshmem.Job(FakeModule(group.rank(), group.size(), 100), b"x")
+    with pytest.raises(Exception, match="needs 101 bytes on this rank"):
+        job.allocate(Rendezvous(group), 101)
 
 
 def test_stores_serve_nodes_that_they_reach_as_a_whole(monkeypatch) -> None:

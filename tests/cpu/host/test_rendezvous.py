@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from run_by import run_by
 
 from deep_comm import ArgumentError, ConfigMismatch, PeerLost, TopologyError, local
 from deep_comm.ranks import rendezvous as meetings
@@ -48,23 +49,19 @@ class FakeComm:
         return self._group.all_gather_object(payload)
 
 
-def test_a_thread_group_serves() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        rendezvous = Rendezvous(group)
-        assert (rendezvous.rank, rendezvous.size) == (group.rank(), 3)
-        assert rendezvous.in_process
-        assert rendezvous.all_gather_object(group.rank()) == [0, 1, 2]
-
-    local.run(main, 3)
+@run_by(local.run, 3)
+def test_a_thread_group_serves(group: local.ThreadGroup, /) -> None:
+    rendezvous = Rendezvous(group)
+    assert (rendezvous.rank, rendezvous.size) == (group.rank(), 3)
+    assert rendezvous.in_process
+    assert rendezvous.all_gather_object(group.rank()) == [0, 1, 2]
 
 
-def test_an_mpi_communicator_serves() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        rendezvous = Rendezvous(None, FakeComm(group))
-        assert not rendezvous.in_process
-        assert rendezvous.all_gather_object("x") == ["x", "x"]
-
-    local.run(main, 2)
+@run_by(local.run, 2)
+def test_an_mpi_communicator_serves(group: local.ThreadGroup, /) -> None:
+    rendezvous = Rendezvous(None, FakeComm(group))
+    assert not rendezvous.in_process
+    assert rendezvous.all_gather_object("x") == ["x", "x"]
 
 
 def test_ranks_that_do_not_come_over_mpi_are_named_and_a_later_attempt_finds_all(

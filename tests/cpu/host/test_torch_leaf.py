@@ -31,6 +31,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.fixture(params=LEAVES)
+def leaf(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 class Plain(torch.Tensor):
     pass
 
@@ -86,7 +91,6 @@ def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield str(dtype), of_type(dtype)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("tensor", [pytest.param(made, id=name) for name, made in tensors()])
 def test_a_tensor_is_read_as_torch_describes_it(tensor: torch.Tensor, leaf: str) -> None:
     assert reader(leaf).read(tensor) == {
@@ -97,7 +101,6 @@ def test_a_tensor_is_read_as_torch_describes_it(tensor: torch.Tensor, leaf: str)
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_of_too_many_dimensions_only_the_number_is_known(leaf: str) -> None:
     tensor = torch.ones(1, 2, 1, 1, 1, 1, 1, 1, 1)
     found = reader(leaf).read(tensor)
@@ -105,7 +108,6 @@ def test_of_too_many_dimensions_only_the_number_is_known(leaf: str) -> None:
     assert found["address"] == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_a_tensor_of_another_device_is_one(leaf: str) -> None:
     for tensor in (torch.empty(2, 3, device="meta"), torch.ones(2, 3)):
         is_host = tensor.device.type == "cpu"
@@ -114,12 +116,10 @@ def test_a_tensor_of_another_device_is_one(leaf: str) -> None:
         assert (found["shape"], found["dtype"]) == ([2, 3], torch.float32)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_the_hosts_device_may_have_an_index(leaf: str) -> None:
     assert reader(leaf, torch.device("cpu", 0)).read(torch.ones(2))["is_on_device"]
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_what_is_no_tensor_is_told_apart(leaf: str) -> None:
     class Pretends:
         shape = (2, 3)
@@ -140,7 +140,6 @@ def test_what_is_no_tensor_is_told_apart(leaf: str) -> None:
         assert found["kind"] == "other" and found["object"] is value
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_a_tensor_without_memory_of_its_own_is_none(leaf: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -156,7 +155,6 @@ def test_a_tensor_without_memory_of_its_own_is_none(leaf: str) -> None:
     torch.vmap(mapped)(torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape, strides", [((2, 3), (3, 1)), ((2, 3), (1, 2)), ((), ()), ((0, 3), (3, 1)), ((5,), (1,))]
@@ -180,7 +178,6 @@ def test_a_tensor_over_memory_has_its_type_and_strides(
     assert ended == [1]
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape, strides", [((2, 3), (3, 1)), ((2, 3), (1, 2)), ((0, 3), (3, 1))])
 def test_an_empty_tensor_is_an_ordinary_one(
@@ -192,14 +189,12 @@ def test_an_empty_tensor_is_an_ordinary_one(
     assert address != 0 or math.prod(shape) == 0
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_an_empty_address_makes_an_empty_tensor(leaf: str) -> None:
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.qint32):
         made = framework(leaf).over(0, (0, 4), (4, 1), dtype, lambda: None)
         assert (tuple(made.shape), made.dtype) == ((0, 4), dtype)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_eight_dimensions_are_made(leaf: str) -> None:
     shape, strides = (1, 2, 1, 2, 1, 2, 1, 2), (16, 8, 8, 4, 4, 2, 2, 1)
     memory = torch.arange(16)
@@ -208,7 +203,6 @@ def test_eight_dimensions_are_made(leaf: str) -> None:
     assert framework(leaf).empty(shape, strides, torch.int64)[0].stride() == strides
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.quint8], ids=str)
 def test_the_owner_goes_with_the_last_tensor(leaf: str, dtype: torch.dtype) -> None:
     memory, ended = torch.zeros(256, dtype=torch.uint8), threading.Event()
@@ -226,7 +220,6 @@ def test_the_owner_goes_with_the_last_tensor(leaf: str, dtype: torch.dtype) -> N
     assert ended.wait(10)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_the_owner_goes_when_autograds_thread_drops_the_last_tensor(leaf: str) -> None:
     """Graphs hold tensors that nobody in Python knows of."""
     memory, ended = torch.zeros(64, dtype=torch.uint8), threading.Event()
@@ -239,7 +232,6 @@ def test_the_owner_goes_when_autograds_thread_drops_the_last_tensor(leaf: str) -
     assert ended.wait(10)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_an_owners_end_does_not_eat_an_error(leaf: str) -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
 
@@ -252,7 +244,6 @@ def test_an_owners_end_does_not_eat_an_error(leaf: str) -> None:
         body()
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_tensors_may_outlive_the_interpreter(leaf: str) -> None:
     program = f"""
 import sys, torch
@@ -268,7 +259,6 @@ kept.append(kept)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_a_default_device_and_dtype_are_not_for_these(leaf: str) -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
     maker = framework(leaf)
@@ -279,7 +269,6 @@ def test_a_default_device_and_dtype_are_not_for_these(leaf: str) -> None:
             assert maker.empty((4,), None, dtype)[0].device == HOST
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_inference_mode_makes_inference_tensors(leaf: str) -> None:
     maker = framework(leaf)
     with torch.inference_mode():
@@ -288,7 +277,6 @@ def test_inference_mode_makes_inference_tensors(leaf: str) -> None:
     assert not maker.empty((4,), None, torch.float32)[0].is_inference()
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_tensors_have_memory_under_any_mode(leaf: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -311,13 +299,11 @@ def test_a_torch_without_its_compilers_functions_serves(monkeypatch: pytest.Monk
     assert made.data_ptr() == address
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_what_torch_raises_arrives(leaf: str) -> None:
     with pytest.raises(RuntimeError):
         framework(leaf).empty((1 << 40, 1 << 20), None, torch.float32)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_the_host_has_no_streams(leaf: str) -> None:
     maker = framework(leaf)
     assert maker.current_stream() == 0
@@ -356,7 +342,6 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return log
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_the_communication_stream_is_current_while_its_tensors_are_made(
     leaf: str, streams: list[Any]
 ) -> None:
@@ -371,7 +356,6 @@ def test_the_communication_stream_is_current_while_its_tensors_are_made(
     assert maker.current_stream() == 11
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_streams_and_events_go_through_torch(leaf: str, streams: list[Any]) -> None:
     comm = Stream(22)
     maker = framework(leaf, comm, lambda: 7)
@@ -393,7 +377,6 @@ def test_streams_and_events_go_through_torch(leaf: str, streams: list[Any]) -> N
     assert waits == [comm]
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 def test_deterministic_algorithms_fill_nothing_beside_kernels(
     leaf: str, streams: list[Any]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from layer_cases import LayerCase, build, expert, inputs
+from run_by import run_by
 
 import deep_comm
 from deep_comm import local
@@ -48,39 +49,35 @@ def test_a_default_device_is_not_that_of_outputs(
     local.run(main, 2)
 
 
-def test_the_buffer_of_rows_may_be_made_in_inference_mode() -> None:
-    def main(group: Any) -> None:
-        x, idx, weights = inputs(CASE, group.rank(), 0)
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 8)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu") as buffer:
-            for mode in (torch.inference_mode, torch.no_grad):
-                with mode():
-                    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 8, 8, use_fp8=False)
-                    expected = buffer.low_latency_combine(rows, idx, weights, handle)[0]
-                    place = buffer.get_next_low_latency_combine_buffer(handle)
-                    place.copy_(rows)
-                    sums = buffer.low_latency_combine(rows, idx, weights, handle, zero_copy=True)
-                    assert torch.equal(sums[0], expected)
-
-    local.run(main, 2)
+@run_by(local.run, 2)
+def test_the_buffer_of_rows_may_be_made_in_inference_mode(group: Any, /) -> None:
+    x, idx, weights = inputs(CASE, group.rank(), 0)
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 8)
+    with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu") as buffer:
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 8, 8, use_fp8=False)
+                expected = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+                place = buffer.get_next_low_latency_combine_buffer(handle)
+                place.copy_(rows)
+                sums = buffer.low_latency_combine(rows, idx, weights, handle, zero_copy=True)
+                assert torch.equal(sums[0], expected)
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
+@run_by(local.run, 2)
 def test_a_training_step_that_another_call_receives_in_inference_mode(
-    ranks_per_node: int | None,
+    group: Any, /, ranks_per_node: int | None
 ) -> None:
-    def main(group: Any) -> None:
-        x, idx, weights = inputs(CASE, group.rank(), 0)
-        factor = torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
-        with build(group, dataclasses.replace(CASE, ranks_per_node=ranks_per_node)) as layer:
-            for _ in range(2):
-                x.grad = None
-                x.requires_grad_()
-                with layer.dispatch_async(x, idx, weights, mode="prefill") as sent:
-                    with torch.inference_mode():
-                        layer(x, idx, weights, lambda batch: batch.map(expert), mode="prefill")
-                y = layer.combine(sent.result(), sent.result().x * factor)
-                y.sum().backward()
-                assert x.grad is not None and x.grad.abs().sum() > 0
-
-    local.run(main, 2)
+    x, idx, weights = inputs(CASE, group.rank(), 0)
+    factor = torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
+    with build(group, dataclasses.replace(CASE, ranks_per_node=ranks_per_node)) as layer:
+        for _ in range(2):
+            x.grad = None
+            x.requires_grad_()
+            with layer.dispatch_async(x, idx, weights, mode="prefill") as sent:
+                with torch.inference_mode():
+                    layer(x, idx, weights, lambda batch: batch.map(expert), mode="prefill")
+            y = layer.combine(sent.result(), sent.result().x * factor)
+            y.sum().backward()
+            assert x.grad is not None and x.grad.abs().sum() > 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import Case
 from roundtrip import run_case, verify
+from run_by import run_by
 
 import deep_comm
 from deep_comm import local
@@ -42,19 +43,16 @@ def test_a_buffer_over_part_of_the_group() -> None:
     verify(inner, [results[1], results[3]])
 
 
-def test_a_handle_of_the_same_ranks_in_another_order_is_named_as_that() -> None:
+@run_by(local.run, 3, timeout_s=60)
+def test_a_handle_of_the_same_ranks_in_another_order_is_named_as_that(group, /) -> None:
     """No rank was ever absent; rank 1 is rank 1 in both."""
-
-    def fn(group):
-        other = group.subgroup([2, 1, 0])
-        with (
-            deep_comm.Buffer(group, 4 << 20, device="cpu") as one,
-            deep_comm.Buffer(other, 4 << 20, device="cpu") as two,
-        ):
-            x, idx = torch.ones(3, 64, dtype=torch.bfloat16), torch.arange(3).unsqueeze(1)
-            received = one.dispatch(x, topk_idx=idx, num_experts=3)
-            match = "of this rank" if one.rank != 1 else "one of other ranks"
-            with pytest.raises(HandleMismatch, match=match):
-                two.combine(received[0], received[4])
-
-    local.run(fn, 3, timeout_s=60)
+    other = group.subgroup([2, 1, 0])
+    with (
+        deep_comm.Buffer(group, 4 << 20, device="cpu") as one,
+        deep_comm.Buffer(other, 4 << 20, device="cpu") as two,
+    ):
+        x, idx = torch.ones(3, 64, dtype=torch.bfloat16), torch.arange(3).unsqueeze(1)
+        received = one.dispatch(x, topk_idx=idx, num_experts=3)
+        match = "of this rank" if one.rank != 1 else "one of other ranks"
+        with pytest.raises(HandleMismatch, match=match):
+            two.combine(received[0], received[4])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
-from wheels import build_wheel, run
+from wheels import build_wheel, clean_environment, install, run, variables
 
-# Runs in the clean environment. torch comes from outside: which build of it is the user's choice.
+# Runs in the clean environment.
 CHECK = """
 import importlib.metadata, importlib.util, pathlib, sys
 import deep_comm, deep_comm._core
@@ -62,15 +58,7 @@ def test_wheel_holds_the_package_alone_and_runs_in_a_clean_environment(tmp_path:
     roots = {name.split("/")[0] for name in names}
     assert roots == {"deep_comm", next(root for root in roots if root.endswith(".dist-info"))}
     assert not [name for name in names if "_simt_tests" in name or "__pycache__" in name]
-    folder = tmp_path / "environment"
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python)
-    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel)
-    # A plain folder of other packages: its own .pth files, such as an editable
-    # deep_comm's, stay shut.
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    (Path(site) / "torch_from_outside.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    variables |= {"DEEP_COMM_DEVICE": "cpu"}
-    assert "good" in run(python, "-c", CHECK, cwd=tmp_path, env=variables)
+    python = clean_environment(tmp_path / "environment")
+    install(wheel, python)
+    environment = variables() | {"DEEP_COMM_DEVICE": "cpu"}
+    assert "good" in run(python, "-c", CHECK, cwd=tmp_path, env=environment)

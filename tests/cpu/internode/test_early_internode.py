@@ -1,5 +1,6 @@
 """A dispatch between nodes goes out behind its notify, before the host knows how many rows come:
-when that succeeds, when not, and what failures leave behind.
+when that succeeds, when not, and what failures leave behind. Under schedules, and with faults:
+test_internode_simulated.py.
 """
 
 import threading
@@ -8,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import InternodeCase, direct
 from deep_comm._simt_tests import EarlyDispatches
 from on_buffers import on_buffers
-from roundtrip import run_case, verify
-from schedules import find_fault, pass_without_fault
+from run_by import run_by
 
 from deep_comm import Buffer
 from deep_comm.errors import PeerTimeout
@@ -50,23 +49,19 @@ def call(
     return launches, recv_x
 
 
-def test_rows_move_before_the_host_knows_how_many(way: str) -> None:
-    def main(buffer: Buffer) -> None:
-        assert [call(buffer, 20, call_idx=step)[0] for step in range(3)] == [EARLY] * 3
-        # Fewer and more than ever: what was reserved was for others.
-        assert call(buffer, 3)[0] == EARLY
-        assert call(buffer, 24)[0] == EARLY
-
-    on_nodes(main)
+@run_by(on_nodes)
+def test_rows_move_before_the_host_knows_how_many(buffer: Buffer, /, way: str) -> None:
+    assert [call(buffer, 20, call_idx=step)[0] for step in range(3)] == [EARLY] * 3
+    # Fewer and more than ever: what was reserved was for others.
+    assert call(buffer, 3)[0] == EARLY
+    assert call(buffer, 24)[0] == EARLY
 
 
-def test_a_rank_that_knew_of_no_rows_has_room_the_next_time() -> None:
-    def main(buffer: Buffer) -> None:
-        num_tokens = 0 if buffer.rank == 3 else 12
-        launches = [call(buffer, num_tokens, call_idx=step)[0] for step in range(3)]
-        assert launches == [TWICE, EARLY, EARLY]
-
-    on_nodes(main)
+@run_by(on_nodes)
+def test_a_rank_that_knew_of_no_rows_has_room_the_next_time(buffer: Buffer, /) -> None:
+    num_tokens = 0 if buffer.rank == 3 else 12
+    launches = [call(buffer, num_tokens, call_idx=step)[0] for step in range(3)]
+    assert launches == [TWICE, EARLY, EARLY]
 
 
 @pytest.mark.parametrize(
@@ -81,12 +76,10 @@ def test_without_room_all_ranks_launch_again_and_try_less_often(options: dict[st
     assert on_nodes(main, **options) == [[TWICE if early else EARLY for early in tried]] * 4
 
 
-def test_one_call_with_very_many_tokens_is_not_remembered_for_ever() -> None:
-    def main(buffer: Buffer) -> None:
-        launches = [call(buffer, num_tokens)[0] for num_tokens in (20, 4000, 20, 20)]
-        assert launches == [EARLY, TWICE, EARLY, EARLY]
-
-    on_nodes(main)
+@run_by(on_nodes)
+def test_one_call_with_very_many_tokens_is_not_remembered_for_ever(buffer: Buffer, /) -> None:
+    launches = [call(buffer, num_tokens)[0] for num_tokens in (20, 4000, 20, 20)]
+    assert launches == [EARLY, TWICE, EARLY, EARLY]
 
 
 def test_attempts_come_back_after_a_success() -> None:
@@ -104,14 +97,9 @@ def test_attempts_come_back_after_a_success() -> None:
     assert early.is_next()
 
 
-def test_without_a_region_nothing_goes_out_early() -> None:
-    def main(buffer: Buffer) -> None:
-        assert [call(buffer, 9)[0] for _ in range(2)] == [EARLY] * 2
-
-    on_nodes(main, num_direct_bytes=0)
-
-
-# ---- failures -----------------------------------------------------------------------------------
+@run_by(on_nodes, num_direct_bytes=0)
+def test_without_a_region_nothing_goes_out_early(buffer: Buffer, /) -> None:
+    assert [call(buffer, 9)[0] for _ in range(2)] == [EARLY] * 2
 
 
 def test_a_rank_that_ends_between_the_two_launches_is_named_by_all(
@@ -148,33 +136,3 @@ def test_a_rank_that_ends_between_the_two_launches_is_named_by_all(
         return named
 
     assert on_nodes(main, timeout_s=0.5) == [2, 2, None, 2]
-
-
-# ---- simulated ----------------------------------------------------------------------------------
-
-CASE = direct(
-    InternodeCase(
-        (9, 6, 12, 5),
-        experts=4,
-        topk=3,
-        hidden=48,
-        num_sms=4,
-        slots=2,
-        send_chunk=1,
-        calls=3,
-        rail_slots=4,
-        rail_chunk=2,
-        nvl_bytes=1 << 19,
-        rdma_bytes=1 << 19,
-        fused_layout=True,
-    )  # fmt: skip
-)
-
-
-@pytest.mark.parametrize("fault", ["skip_entry_barrier", "skip_bulk_wait", "weaken_release"])
-def test_simulation_finds_the_fault(fault: str, way: str) -> None:
-    find_fault(fault, CASE, run_case, verify)
-
-
-def test_the_same_runs_pass_without_a_fault(way: str) -> None:
-    pass_without_fault(CASE, run_case, verify)

@@ -9,8 +9,7 @@ import expanded
 import pytest
 from cases import InternodeCase
 from schedules import find_fault, pass_without_fault, run_seeds, simulated
-from test_internode_direct_simulated import SEVERAL, direct
-from test_internode_simulated import FAULTY, small_case
+from test_internode_simulated import FAULTY, SEVERAL, direct, small_case
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -1,5 +1,5 @@
-"""Dispatch between nodes to final places: cases of all shapes, and what happens where they
-do not fit; ranks are threads.
+"""Dispatch between nodes to final places: at its limits, and where they do not fit; ranks are
+threads. Cases of all shapes: test_internode.py.
 """
 
 import dataclasses
@@ -7,19 +7,11 @@ import dataclasses
 import pytest
 import roundtrip
 from cases import InternodeCase, Scales, direct
-from internode import hundred_calls, random_case
+from internode import hundred_calls
 from on_buffers import on_buffers
 from roundtrip import check, verify
-from schedules import some_of
 
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-@pytest.mark.parametrize(
-    "case", [direct(random_case(seed)) for seed in some_of(range(400, 448))], ids=str
-)
-def test_every_rank_gets_its_rows_and_sums(case: InternodeCase, way: str) -> None:
-    check(case)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 40])

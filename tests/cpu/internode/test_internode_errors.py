@@ -12,6 +12,7 @@ import torch
 from cases import InternodeCase, direct
 from on_buffers import on_buffers
 from roundtrip import num_channels_of, run_case, verify
+from run_by import run_by
 
 import deep_comm
 from deep_comm import context, errors, local, simulate
@@ -37,29 +38,26 @@ def arguments_of(num_tokens: int = 5, num_experts: int = 12, hidden: int = 64) -
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
-def test_a_cached_call_with_another_config_is_found_on_all_ranks(operation: str) -> None:
+@run_by(local.run, NUM_RANKS, timeout_s=120)
+def test_a_cached_call_with_another_config_is_found_on_all_ranks(group, /, operation: str) -> None:
     """Also by ranks whose own rails agree, long before they would give up."""
+    with make_buffer(group) as buffer:
+        arguments = arguments_of()
+        recv_x, *_, handle, _ = buffer.dispatch(**arguments)
 
-    def fn(group):
-        with make_buffer(group) as buffer:
-            arguments = arguments_of()
-            recv_x, *_, handle, _ = buffer.dispatch(**arguments)
+        def call(config: deep_comm.Config) -> None:
+            if operation == "dispatch":
+                buffer.dispatch(arguments["x"], handle=handle, config=config)
+            else:
+                buffer.combine(recv_x, handle, config=config)
 
-            def call(config: deep_comm.Config) -> None:
-                if operation == "dispatch":
-                    buffer.dispatch(arguments["x"], handle=handle, config=config)
-                else:
-                    buffer.combine(recv_x, handle, config=config)
-
-            config = arguments["config"]
-            other = deep_comm.Config(2, 1, 2, 1, 4)
-            with pytest.raises(errors.ConfigMismatch, match="the operation") as caught:
-                call(other if group.rank() == 3 else config)
-            assert group.rank() in caught.value.values
-            group.barrier()  # a rank that has not come yet would take the next call for this one
-            call(config)  # the Buffer stays usable
-
-    local.run(fn, NUM_RANKS, timeout_s=120)
+        config = arguments["config"]
+        other = deep_comm.Config(2, 1, 2, 1, 4)
+        with pytest.raises(errors.ConfigMismatch, match="the operation") as caught:
+            call(other if group.rank() == 3 else config)
+        assert group.rank() in caught.value.values
+        group.barrier()  # a rank that has not come yet would take the next call for this one
+        call(config)  # the Buffer stays usable
 
 
 # Of 2**18 bytes: with a region every row and sum of combine has a slot, without it takes the rings.
@@ -194,38 +192,34 @@ def test_size_hints_suffice(num_nodes: int, ranks_per_node: int) -> None:
     verify(case, results)
 
 
-def test_handles_are_checked() -> None:
-    def fn(group):
-        with make_buffer(group) as buffer:
-            arguments = arguments_of()
-            recv_x, *_, handle, _ = buffer.dispatch(**arguments)
-            assert len(handle) == 10 and handle[-4] is handle.recv_gbl_rank_prefix_sum
-            assert [*handle][0] is handle.is_token_in_rank and handle[7].shape[1] == 8
-            for bad, kind in (
-                ((1, 2), errors.ArgumentError),
-                (tuple(handle)[:9] + (None,), errors.ArgumentError),
-            ):
-                with pytest.raises(kind, match="handle"):
-                    buffer.combine(recv_x, bad)
-            with pytest.raises(errors.HandleMismatch, match="rows"):
-                buffer.combine(torch.cat([recv_x, recv_x]), handle)
-            with pytest.raises(errors.HandleMismatch, match="tokens"):
-                buffer.dispatch(torch.ones(9, 64, dtype=torch.bfloat16), handle)
-            with pytest.raises(errors.HandleMismatch, match="channels"):
-                buffer.combine(recv_x, handle, config=deep_comm.Config(6, 1, 2, 1, 2))
-
-    local.run(fn, NUM_RANKS, timeout_s=60)
+@run_by(local.run, NUM_RANKS, timeout_s=60)
+def test_handles_are_checked(group, /) -> None:
+    with make_buffer(group) as buffer:
+        arguments = arguments_of()
+        recv_x, *_, handle, _ = buffer.dispatch(**arguments)
+        assert len(handle) == 10 and handle[-4] is handle.recv_gbl_rank_prefix_sum
+        assert [*handle][0] is handle.is_token_in_rank and handle[7].shape[1] == 8
+        for bad, kind in (
+            ((1, 2), errors.ArgumentError),
+            (tuple(handle)[:9] + (None,), errors.ArgumentError),
+        ):
+            with pytest.raises(kind, match="handle"):
+                buffer.combine(recv_x, bad)
+        with pytest.raises(errors.HandleMismatch, match="rows"):
+            buffer.combine(torch.cat([recv_x, recv_x]), handle)
+        with pytest.raises(errors.HandleMismatch, match="tokens"):
+            buffer.dispatch(torch.ones(9, 64, dtype=torch.bfloat16), handle)
+        with pytest.raises(errors.HandleMismatch, match="channels"):
+            buffer.combine(recv_x, handle, config=deep_comm.Config(6, 1, 2, 1, 2))
 
 
-def test_one_node_has_no_internode_calls() -> None:
-    def fn(group):
-        with make_buffer(group, ranks_per_node=2) as buffer:
-            with pytest.raises(errors.TopologyError, match="one node"):
-                buffer.internode_dispatch(**arguments_of())
-            with pytest.raises(errors.TopologyError, match="one node"):
-                buffer.internode_combine(torch.ones(1, 64), ())
-
-    local.run(fn, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_one_node_has_no_internode_calls(group, /) -> None:
+    with make_buffer(group, ranks_per_node=2) as buffer:
+        with pytest.raises(errors.TopologyError, match="one node"):
+            buffer.internode_dispatch(**arguments_of())
+        with pytest.raises(errors.TopologyError, match="one node"):
+            buffer.internode_combine(torch.ones(1, 64), ())
 
 
 def test_hosts_make_nodes_and_other_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

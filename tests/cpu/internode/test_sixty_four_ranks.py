@@ -37,10 +37,8 @@ def case_of(seed: int) -> InternodeCase:
 
 
 @pytest.mark.parametrize("seed", some_of(range(6)))
-def test_every_schedule_of_sixty_four_ranks_gives_the_same_bits(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+@pytest.mark.usefixtures("poison")
+def test_every_schedule_of_sixty_four_ranks_gives_the_same_bits(seed: int) -> None:
     case = case_of(seed)
     results = simulate.run(lambda group: run_case(group, case), NUM_RANKS, seed, timeout_s=250)
     verify(case, results)

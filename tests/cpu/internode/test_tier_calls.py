@@ -1,33 +1,34 @@
 """Cached dispatches and combines between nodes, in all their forms: first and later calls of a
-Buffer give what the reference says.
+Buffer give what the reference says. Handles, a full region, memory that the rail may still read.
+Dispatches with new routing: test_random_calls.py, test_normal_calls.py.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from chained_calls import run_calls
 from payload import assert_same_bits
+from run_by import run_by
+from schedules import some_of
 from small_calls import E, H, K, T, inputs, on_normal, parts_of
 
 import deep_comm
-from deep_comm import local
+from deep_comm import local, simulate
 from deep_comm.errors import BufferDestroyed
 from deep_comm.reference import internode as reference_internode
 
 NODES = dict(num_rdma_bytes=4 << 20, num_direct_bytes=4 << 20, ranks_per_node=2, device="cpu")
 PAIR = {**NODES, "ranks_per_node": 1}
-RAILS = {"stored": "1", "put": "0"}
 
-
-@pytest.fixture(params=RAILS, autouse=True)
-def _rail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", RAILS[request.param])
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def given_of(x: torch.Tensor, form: str) -> Any:
@@ -88,28 +89,22 @@ def test_calls_along_a_known_routing(
     on_normal(body, 4, **NODES)
 
 
-def test_handles_of_all_kinds_and_what_is_added_to_calls() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
-        rows = buffer.dispatch(x, handle=handle)[0]
-        sums = buffer.combine(rows, handle)[0]
-        copies = handle.is_token_in_rank.sum(1, keepdim=True)
-        assert torch.equal(sums, x * copies)
-        others = tuple(handle), copy.deepcopy(handle), dataclasses.replace(handle, num_topk=None)
-        for other in (*others, *others):
-            assert torch.equal(buffer.dispatch(x, other)[0], rows)
-            assert torch.equal(buffer.combine(rows, other)[0], sums)
-            assert torch.equal(
-                buffer.combine(rows, other, bias=x)[0], (sums.float() + x.float()).bfloat16()
-            )
-        fp8, scales = buffer.dispatch(x, handle, use_fp8=True)[0]
-        assert (fp8.dtype, scales.shape) == (torch.float8_e4m3fn, (len(rows), H // 128))
-        by_column = buffer.dispatch(x, handle, use_fp8=True, column_major_scales=True)[0]
-        assert torch.equal(by_column[1], scales) and by_column[1].stride(0) == 1
-        assert torch.equal(by_column[0].float(), fp8.float())
-
-    on_normal(body, 2, **PAIR)
+@run_by(on_normal, 2, **PAIR)
+def test_what_is_added_to_calls(buffer: Any, rank: int, /) -> None:
+    x, idx, weights = inputs(rank)
+    handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
+    rows = buffer.dispatch(x, handle=handle)[0]
+    sums = buffer.combine(rows, handle)[0]
+    copies = handle.is_token_in_rank.sum(1, keepdim=True)
+    assert torch.equal(sums, x * copies)
+    for other in 2 * (handle, tuple(handle)):
+        biased = buffer.combine(rows, other, bias=x)[0]
+        assert torch.equal(biased, (sums.float() + x.float()).bfloat16())
+    fp8, scales = buffer.dispatch(x, handle, use_fp8=True)[0]
+    assert (fp8.dtype, scales.shape) == (torch.float8_e4m3fn, (len(rows), H // 128))
+    by_column = buffer.dispatch(x, handle, use_fp8=True, column_major_scales=True)[0]
+    assert torch.equal(by_column[1], scales) and by_column[1].stride(0) == 1
+    assert torch.equal(by_column[0].float(), fp8.float())
 
 
 @pytest.mark.parametrize("lacks", ["num_direct_bytes", "num_rdma_bytes"])
@@ -129,29 +124,153 @@ def test_calls_through_rings_give_the_same(lacks: str) -> None:
     on_normal(body, 2, **sizes)
 
 
-def test_blocks_go_back() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, _ = inputs(rank)
-        handle = buffer.dispatch(x, topk_idx=idx, num_experts=E)[4]
-        rows = buffer.dispatch(x, handle)[0]
-        sums = buffer.combine(rows, handle)[0]
-        region = buffer._context.region
-        free = region.num_free_bytes
-        before = sys.getrefcount(x), sys.getrefcount(rows), sys.getrefcount(handle)
-        for _ in range(20):
-            again = buffer.dispatch(x, handle)[0]
-            assert torch.equal(buffer.combine(again, handle)[0], sums)
-            del again
-        assert (sys.getrefcount(x), sys.getrefcount(rows), sys.getrefcount(handle)) == before
-        assert region.num_free_bytes == free
-        buffer.destroy()
-        with pytest.raises(BufferDestroyed):
-            buffer.combine(rows, handle)
-
-    on_normal(body, 2, **PAIR)
+@run_by(on_normal, 2, **PAIR)
+def test_blocks_go_back(buffer: Any, rank: int, /) -> None:
+    x, idx, _ = inputs(rank)
+    handle = buffer.dispatch(x, topk_idx=idx, num_experts=E)[4]
+    rows = buffer.dispatch(x, handle)[0]
+    sums = buffer.combine(rows, handle)[0]
+    region = buffer._context.region
+    free = region.num_free_bytes
+    before = sys.getrefcount(x), sys.getrefcount(rows), sys.getrefcount(handle)
+    for _ in range(20):
+        again = buffer.dispatch(x, handle)[0]
+        assert torch.equal(buffer.combine(again, handle)[0], sums)
+        del again
+    assert (sys.getrefcount(x), sys.getrefcount(rows), sys.getrefcount(handle)) == before
+    assert region.num_free_bytes == free
+    buffer.destroy()
+    with pytest.raises(BufferDestroyed):
+        buffer.combine(rows, handle)
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_calls_behind_each_other_give_what_they_give_alone(ranks_per_node: int) -> None:
-    """What tests/gpu/test_tier_calls_gpu.py runs over streams."""
+    """What tests/gpu/test_chained_calls_gpu.py runs over streams."""
     local.run(lambda group: run_calls(group, "cpu", 4, ranks_per_node), 4, timeout_s=60)
+
+
+# Launches of a dispatch: layout, counts, notify, one that left at once; and one that moved.
+EARLY, TWICE = 4, 5
+
+
+@run_by(on_normal, 2, **{**PAIR, "num_direct_bytes": 1 << 18})
+def test_where_a_region_is_full_all_ranks_do_alike(buffer: Any, rank: int, /) -> None:
+    """One rank has no room. All try less and less often, and again when one attempt was right."""
+    x, idx, weights = inputs(rank, 12)
+    region = buffer._context.region
+    want = []
+
+    def launches() -> int:
+        before = buffer.runtime.num_launches
+        rows = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[0]
+        want.append(rows.clone())
+        assert torch.equal(rows, want[0])
+        return buffer.runtime.num_launches - before
+
+    assert [launches(), launches()] == [EARLY, EARLY]
+    kept = region.allocate(region.num_free_bytes - 8192) if rank == 1 else None
+    tried = [True, True, False, True, False, False, True]
+    assert [launches() for _ in tried] == [TWICE if early else EARLY for early in tried]
+    del kept
+    # Three calls are not tried. The fourth is, and then every one.
+    assert [launches() for _ in range(6)] == [EARLY] * 6
+
+
+# ---- handles -------------------------------------------------------------------------------------
+
+
+def copies_of(handle: Any) -> Iterator[Any]:
+    yield copy.copy(handle)
+    yield copy.deepcopy(handle)
+    yield pickle.loads(pickle.dumps(handle))
+    yield dataclasses.replace(handle, num_topk=None)
+    yield tuple(handle)
+
+
+@pytest.mark.parametrize("direct_bytes", [4 << 20, 0], ids=["region", "rings"])
+@pytest.mark.parametrize("bound", [0, 2 * T])
+def test_handles_can_be_copied_and_outlive_the_rows(bound: int, direct_bytes: int) -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = inputs(rank)
+        routing = dict(topk_idx=idx, topk_weights=weights, num_experts=E, num_worst_tokens=bound)
+        buffer.dispatch(x, **routing)
+        region = buffer._context.region
+        free = region.num_free_bytes
+        before = sys.getrefcount(x), sys.getrefcount(idx)
+        rows, *_, handle, _ = buffer.dispatch(x, **routing)
+        rows = rows.clone()
+        if bound:
+            rows[int(handle.num_recv_tokens_tensor) :] = 1.0
+        sums = buffer.combine(rows, handle)[0]
+        others = [*copies_of(handle)]
+        del handle
+        for other in others:
+            for _ in range(2):
+                assert torch.equal(buffer.combine(rows, other)[0], sums)
+                again = buffer.dispatch(x, handle=other)[0]
+                assert torch.equal(buffer.combine(again, other)[0], sums)
+        one, two = others[:2]
+        for got, want in zip(one, two, strict=True):
+            assert torch.equal(got, want)
+        with pytest.raises(AttributeError, match="nothing_like_it"):
+            _ = one.nothing_like_it
+        del others, other, one, two, again, got, want
+        assert region.num_free_bytes == free
+        assert (sys.getrefcount(x), sys.getrefcount(idx)) == before
+
+    on_normal(body, 2, **{**PAIR, "num_direct_bytes": direct_bytes})
+
+
+# ---- memory that the rail may still read: puts end when they like --------------------------------
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_what_a_dispatch_counts_spoils_no_sum_of_the_combine_before(ranks_per_node: int) -> None:
+    """A combine of few rows stages at the region's end, where the next dispatch would count; and
+    its sums cross when the network likes."""
+
+    def main(group: Any) -> None:
+        with deep_comm.Buffer(
+            group, 1 << 20, 1 << 19, num_direct_bytes=1 << 19, device="cpu",
+            ranks_per_node=ranks_per_node,
+        ) as buffer:  # fmt: skip
+            x, idx, _ = inputs(group.rank(), 4 * T)
+            short, few_idx = x[:2, :16].contiguous(), idx[:2]
+            for _ in range(3):
+                many = buffer.dispatch(x, topk_idx=idx, num_experts=E)[4]
+                rows, *_, few, _ = buffer.dispatch(short, topk_idx=few_idx, num_experts=E)
+                del many
+                sums = buffer.combine(rows, few)[0]
+                buffer.dispatch(x, topk_idx=idx, num_experts=E)
+                assert torch.equal(sums, short * few.is_token_in_rank.sum(1, keepdim=True))
+                del rows, few
+
+    for seed in some_of(range(12)):
+        simulate.run(main, 2 * ranks_per_node, seed, timeout_s=60)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_what_poison_fills_spoils_no_sum_of_the_combine_before(ranks_per_node: int) -> None:
+    """Rows of the next dispatch get the memory that combine has just staged its sums in."""
+    num_tokens, num_experts = 16, 8
+
+    def main(group: Any) -> None:
+        with deep_comm.Buffer(
+            group, 1 << 19, 1 << 19, num_direct_bytes=1 << 18, device="cpu",
+            ranks_per_node=ranks_per_node,
+        ) as buffer:  # fmt: skip
+            for step in range(4):
+                x = torch.arange(num_tokens * H).view(num_tokens, H) % 251 + buffer.rank + step
+                idx = torch.arange(2 * num_tokens).view(num_tokens, 2) * 3 + step
+                routing = dict(topk_idx=idx % num_experts, num_experts=num_experts)
+                rows, *_, handle, _ = buffer.dispatch(x.bfloat16(), **routing)
+                sums, *_ = buffer.combine(rows, handle)
+                again = [buffer.dispatch(x.bfloat16(), handle=handle)[0] for _ in range(2)]
+                copies = handle.is_token_in_rank.sum(1, keepdim=True)
+                assert torch.equal(sums, x.bfloat16() * copies)
+                assert all(torch.equal(other, rows) for other in again)
+
+    for seed in some_of(range(40)):
+        simulate.run(main, 2 * ranks_per_node, seed)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simt_machine import MACHINES, Shape, run_direct, simulate, words
+from simt_machine import Shape, run_direct, simulate, words
 
 STAGES = 4
 
@@ -60,7 +60,6 @@ int,          **options: Any) -> bool:  # fmt: skip
     return pushed_right(areas, sources)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
     ("num_ranks", "num_rows", "row_bytes", "num_blocks", "num_warps"),
     [

@@ -12,11 +12,12 @@ from typing import Any
 import forked
 import pytest
 import torch
+from compiled_layer import equals_eager, gradients, parts_of, scaled, scaled_masked, unused_result
 from layer_cases import LayerCase, build, inputs
 from payload import assert_same_bits
 from torch import Tensor
 
-from deep_comm import ArgumentError, ExpertBatch, local, processes
+from deep_comm import ArgumentError, local, processes
 from deep_comm.layer import ops
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -53,45 +54,6 @@ def on_ranks(pool: processes.Pool, tmp_path: Path) -> Callable[..., list[Any]]:
     return run
 
 
-def scaled(batch: ExpertBatch) -> Tensor:
-    """Experts of a compiled graph: everything by device counts and offsets, no loop over rows."""
-    row = torch.arange(batch.x.shape[0])
-    expert = torch.searchsorted(batch.offsets[1:].long(), row, right=True)
-    expert = expert.clamp(max=batch.num_local_experts - 1)
-    return batch.x * (1.0 + (batch.first_expert + expert) / 8).unsqueeze(1).to(batch.x.dtype)
-
-
-def scaled_masked(batch: ExpertBatch) -> Tensor:
-    assert batch.is_masked
-    factors = 1.0 + (batch.first_expert + torch.arange(batch.num_local_experts)) / 8
-    return (batch.masked() * factors.view(-1, 1, 1).to(batch.x.dtype)).view(batch.x.shape)
-
-
-def compiled_equals_eager(group: Any, mode: str, backend: str) -> list[bool]:
-    """Whether each step was a prefill step."""
-    case = LayerCase(((3, 1), (2, 4), (9, 0), (1, 2), (0, 3)), 9, 4, experts=6, mode=mode)
-    if mode == "decode":
-        case = LayerCase(((3, 1), (2, 4), (4, 0), (0, 2)), 4, 4, experts=6, mode=mode)
-    compute = scaled_masked if mode == "decode" else scaled
-    results = []
-    with build(group, case) as layer, build(group, case) as eager_layer, torch.no_grad():
-
-        @torch.compile(backend=backend, fullgraph=True, dynamic=True)
-        def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
-            return layer(x * 2, idx, weights, compute) + 1
-
-        for number in range(len(case.steps)):
-            x, idx, weights = inputs(case, group.rank(), number)
-            got = step(x, idx, weights)
-            want = eager_layer(x * 2, idx, weights, compute) + 1
-            assert_same_bits(got, want, f"step {number}")
-            # A compiled step dispatches and combines, an eager one may do so
-            # twice; the rule is one.
-            assert layer.rule.begins_with_decode == eager_layer.rule.begins_with_decode
-            results.append(not layer.rule.begins_with_decode)
-    return results
-
-
 @pytest.mark.parametrize(
     ("backend", "mode"),
     backends_and("prefill", "decode", "auto", inductor=("auto",)),
@@ -100,7 +62,10 @@ def test_a_compiled_step_gives_the_bits_of_an_eager_one(
     backend: str, mode: str, on_ranks: Callable[..., list[Any]]
 ) -> None:
     """Ranks without tokens among them: their results are empty, and take part all the same."""
-    results = on_ranks(compiled_equals_eager, 2, mode, backend)
+    case = LayerCase(((3, 1), (2, 4), (9, 0), (1, 2), (0, 3)), 9, 4, experts=6, mode=mode)
+    if mode == "decode":
+        case = LayerCase(((3, 1), (2, 4), (4, 0), (0, 2)), 4, 4, experts=6, mode=mode)
+    results = on_ranks(equals_eager, 2, case, backend)
     assert results[0] == results[1]
     if mode == "auto":
         assert results[0] == [False, False, True, False, False]
@@ -118,13 +83,9 @@ def compiled_gradients(group: Any, backend: str) -> None:
         for number in range(len(case.steps)):
             grads = []
             for run in (step, compiled):
-                x, idx, weights = inputs(case, group.rank(), number)
-                x.requires_grad_()
-                weights.requires_grad_()
                 factor.grad = None
-                y = run(x, idx, weights)
-                y.backward(torch.cos(torch.arange(y.numel()).float()).view_as(y).to(y.dtype))
-                grads.append((y.detach(), x.grad, weights.grad, factor.grad.clone()))
+                grads.append(gradients(run, parts_of(group, case, number, "cpu")))
+                grads[-1].append(factor.grad.clone())
             *eager, eager_factor = grads[0]
             *traced, traced_factor = grads[1]
             for name, want, got in zip(("y", "x", "weights"), eager, traced, strict=True):
@@ -143,32 +104,14 @@ def test_gradients_of_a_compiled_step_have_the_bits_of_an_eager_one(
     on_ranks(compiled_gradients, 2, backend)
 
 
-def unused_result(group: Any, mode: str, backend: str) -> None:
-    """Two batches that do not depend on each other; the last rank has no use for the second."""
-    case = LayerCase(((3, 2), (4, 4)), 4, 4, experts=6, mode=mode)
-    compute = scaled_masked if mode == "decode" else scaled
-    is_last = group.rank() == group.size() - 1
-    with build(group, case) as layer, torch.no_grad():
-
-        def step(first: Any, second: Any) -> tuple[Tensor, ...]:
-            a = layer(*first, compute)
-            b = layer(*second, compute)
-            return (a,) if is_last else (a, b)
-
-        parts = [inputs(case, group.rank(), number) for number in range(2)]
-        want = step(*parts)
-        got = torch.compile(step, backend=backend, fullgraph=True)(*parts)
-        for number in range(len(got)):
-            assert_same_bits(got[number], want[number], f"batch {number}")
-
-
 @pytest.mark.parametrize(
     ("backend", "mode"), backends_and("prefill", "decode", inductor=("decode",))
 )
 def test_a_call_whose_result_is_not_used_is_made_and_in_its_turn(
     backend: str, mode: str, on_ranks: Callable[..., list[Any]]
 ) -> None:
-    on_ranks(unused_result, 2, mode, backend)
+    case = LayerCase(((3, 2), (4, 4)), 4, 4, experts=6, mode=mode)
+    on_ranks(unused_result, 2, case, backend)
 
 
 def decode_has_no_gradients(group: Any) -> None:

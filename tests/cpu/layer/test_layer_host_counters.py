@@ -12,6 +12,7 @@ import forked
 import pytest
 import torch
 from layer_cases import LayerCase, build, inputs, random_steps
+from run_by import run_by
 
 from deep_comm import CallInterrupted, PeerTimeout, _core, local, processes
 from deep_comm.layer import steps
@@ -56,22 +57,22 @@ def test_all_ranks_learn_the_most_that_any_has() -> None:
     assert local.run(fn, NUM_RANKS, timeout_s=60) == [want] * NUM_RANKS
 
 
-def test_a_rank_that_has_not_published_is_not_waited_for_and_old_counters_are_no_answer() -> None:
-    def fn(group: Any) -> None:
-        counters = HostCounters.create(Rendezvous(group))
-        assert counters is not None
-        for exchange in (1, 2):
-            assert counters.publish(5) == exchange
-            group.barrier()
-            assert counters.max(exchange) == 5
+@run_by(local.run, NUM_RANKS, timeout_s=60)
+def test_a_rank_that_has_not_published_is_not_waited_for_and_old_counters_are_no_answer(
+    group: Any, /
+) -> None:
+    counters = HostCounters.create(Rendezvous(group))
+    assert counters is not None
+    for exchange in (1, 2):
+        assert counters.publish(5) == exchange
         group.barrier()
-        counters.set_exchange(3)
-        if group.rank() != 1:
-            assert counters.publish(9) == 4
-            assert counters.max(4) is None  # rank 1's word there is of the second exchange
-        assert counters.max(6) is None
-
-    local.run(fn, NUM_RANKS, timeout_s=60)
+        assert counters.max(exchange) == 5
+    group.barrier()
+    counters.set_exchange(3)
+    if group.rank() != 1:
+        assert counters.publish(9) == 4
+        assert counters.max(4) is None  # rank 1's word there is of the second exchange
+    assert counters.max(6) is None
 
 
 def test_a_rank_that_publishes_a_little_later_is_found_and_other_threads_run_meanwhile() -> None:

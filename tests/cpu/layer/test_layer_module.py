@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_by import run_by
 from torch import Tensor, nn
 
 import deep_comm
@@ -40,18 +41,14 @@ def on_ranks(check: Callable[[Model, Tensor], None], mode: str = "auto") -> None
     assert local.run(main, 2, timeout_s=60) == [True, True]
 
 
-def test_it_is_a_part_of_a_model_without_parameters_of_its_own() -> None:
-    def check(model: Model, x: Tensor) -> None:
-        assert isinstance(model.moe, nn.Module) and model.moe in list(model.children())
-        assert list(model.moe.parameters()) == [] and list(model.moe.buffers()) == []
-        names = {"gate.weight", "gate.bias", "scale"}
-        assert set(model.state_dict()) == names == set(dict(model.named_parameters()))
-        model.load_state_dict(model.state_dict(), strict=True)
-        assert "moe): ExpertParallel(hidden=32, num_experts=4, num_topk=2, max_tokens=8" in repr(
-            model
-        )
-
-    on_ranks(check)
+@run_by(on_ranks)
+def test_it_is_a_part_of_a_model_without_parameters_of_its_own(model: Model, x: Tensor, /) -> None:
+    assert isinstance(model.moe, nn.Module) and model.moe in list(model.children())
+    assert list(model.moe.parameters()) == [] and list(model.moe.buffers()) == []
+    names = {"gate.weight", "gate.bias", "scale"}
+    assert set(model.state_dict()) == names == set(dict(model.named_parameters()))
+    model.load_state_dict(model.state_dict(), strict=True)
+    assert "moe): ExpertParallel(hidden=32, num_experts=4, num_topk=2, max_tokens=8" in repr(model)
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode", "auto"])
@@ -70,31 +67,27 @@ def test_train_eval_to_and_copies_change_nothing_of_its_results(mode: str) -> No
     on_ranks(check, mode)
 
 
-def test_hooks_run_and_can_change_the_result() -> None:
-    def check(model: Model, x: Tensor) -> None:
-        seen: list[tuple[int, ...]] = []
-        with torch.no_grad():
-            wanted = model(x)
-            before = model.moe.register_forward_pre_hook(
-                lambda _module, inputs: seen.append(tuple(inputs[0].shape))
-            )
-            after = model.moe.register_forward_hook(lambda _module, _inputs, y: y * 2)
-            assert torch.equal(model(x), wanted * 2) and seen == [(3, HIDDEN)]
-            before.remove()
-            after.remove()
-            assert torch.equal(model(x), wanted) and len(seen) == 1
-
-    on_ranks(check)
+@run_by(on_ranks)
+def test_hooks_run_and_can_change_the_result(model: Model, x: Tensor, /) -> None:
+    seen: list[tuple[int, ...]] = []
+    with torch.no_grad():
+        wanted = model(x)
+        before = model.moe.register_forward_pre_hook(
+            lambda _module, inputs: seen.append(tuple(inputs[0].shape))
+        )
+        after = model.moe.register_forward_hook(lambda _module, _inputs, y: y * 2)
+        assert torch.equal(model(x), wanted * 2) and seen == [(3, HIDDEN)]
+        before.remove()
+        after.remove()
+        assert torch.equal(model(x), wanted) and len(seen) == 1
 
 
-def test_gradients_reach_the_parameters_beside_it() -> None:
-    def check(model: Model, x: Tensor) -> None:
-        model(x).float().sum().backward()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-        model.zero_grad()
-
-    on_ranks(check)
+@run_by(on_ranks)
+def test_gradients_reach_the_parameters_beside_it(model: Model, x: Tensor, /) -> None:
+    model(x).float().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    model.zero_grad()
 
 
 def test_a_layer_that_cannot_be_built_is_refused_as_before() -> None:

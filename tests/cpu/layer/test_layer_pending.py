@@ -19,6 +19,7 @@ import fake_cuda
 import pytest
 import torch
 from fake_cuda import COMM, COMPUTE
+from run_by import run_by
 
 import deep_comm
 from deep_comm import local
@@ -285,25 +286,25 @@ def _logged(body: Callable[[Any, Any], None], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_the_host_waits_in_result_behind_all_that_was_launched(is_warm: bool) -> None:
-    def body(layer: Any, log: Any) -> None:
-        if is_warm:
-            layer.dispatch_async(*inputs(1)).result()
-            log.clear()
-        sent = layer.dispatch_async(*inputs(1))
-        launched = [("notify", COMM), ("dispatch", COMM)]
-        assert [entry for entry in log if entry[0] in ("notify", "dispatch")] == launched
-        assert ("wait_counts",) not in log
-        log.work("shared experts")
-        log.current = OTHER
+@run_by(_logged, num_direct_bytes=4 << 20)
+def test_the_host_waits_in_result_behind_all_that_was_launched(
+    layer: Any, log: Any, /, is_warm: bool
+) -> None:
+    if is_warm:
+        layer.dispatch_async(*inputs(1)).result()
         log.clear()
-        sent.result()
-        assert log[0] == ("wait_counts",) and log.current == OTHER
-        assert ("order", COMPUTE, COMM) not in log  # rows move beside the shared experts
-        assert "shared experts" not in log.known[COMM]
-        log.current = COMPUTE
-
-    _logged(body, num_direct_bytes=4 << 20)
+    sent = layer.dispatch_async(*inputs(1))
+    launched = [("notify", COMM), ("dispatch", COMM)]
+    assert [entry for entry in log if entry[0] in ("notify", "dispatch")] == launched
+    assert ("wait_counts",) not in log
+    log.work("shared experts")
+    log.current = OTHER
+    log.clear()
+    sent.result()
+    assert log[0] == ("wait_counts",) and log.current == OTHER
+    assert ("order", COMPUTE, COMM) not in log  # rows move beside the shared experts
+    assert "shared experts" not in log.known[COMM]
+    log.current = COMPUTE
 
 
 def test_rows_that_could_not_leave_at_once_are_moved_by_result() -> None:
@@ -322,14 +323,14 @@ def test_rows_that_could_not_leave_at_once_are_moved_by_result() -> None:
     assert max(on_ranks(body, Group(R, True))) < 0.1
 
 
-def test_memory_that_is_taken_late_is_written_behind_the_callers_work() -> None:
-    def body(layer: Any, log: Any) -> None:
-        sent = layer.dispatch_async(*inputs(1))
-        assert "dispatch" not in log.names()  # there is no region for rows that nobody has counted
-        log.work("shared experts")
-        sent.result()
-        assert "dispatch" in log.names()
-        stream, known = log.kernels[-1]
-        assert stream == COMM and "shared experts" in known
-
-    _logged(body, num_direct_bytes=0)
+@run_by(_logged, num_direct_bytes=0)
+def test_memory_that_is_taken_late_is_written_behind_the_callers_work(
+    layer: Any, log: Any, /
+) -> None:
+    sent = layer.dispatch_async(*inputs(1))
+    assert "dispatch" not in log.names()  # there is no region for rows that nobody has counted
+    log.work("shared experts")
+    sent.result()
+    assert "dispatch" in log.names()
+    stream, known = log.kernels[-1]
+    assert stream == COMM and "shared experts" in known

@@ -145,9 +145,9 @@ def test_batches_are_frozen_and_can_be_copied_and_shown() -> None:
     local.run(main, 2, timeout_s=30)
 
 
-def test_tensors_of_a_prefill_batch_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("poison")
+def test_tensors_of_a_prefill_batch_outlive_it() -> None:
     """They lie in blocks that the next calls would take."""
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
     case = LayerCase(((5, 2), (9, 11)), 24, 8, mode="prefill")
 
     def main(group: Any) -> None:

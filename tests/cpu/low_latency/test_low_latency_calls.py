@@ -13,6 +13,7 @@ import pytest
 import torch
 from low_latency import LowLatencyCase, run_case, verify
 from on_buffers import on_buffers
+from run_by import run_by
 from small_calls import E, H, M, Marked, T, inputs, on_ranks
 
 import deep_comm
@@ -58,40 +59,40 @@ def count_storage_is_metadata(tensors: list[torch.Tensor]) -> bool:
     return tensors[2].untyped_storage().data_ptr() == tensors[3].untyped_storage().data_ptr()
 
 
-def test_results_own_their_memory_and_given_tensors_are_let_go_of() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        out = torch.empty(T, H, dtype=torch.bfloat16)
+@run_by(on_ranks, 1)
+def test_results_own_their_memory_and_given_tensors_are_let_go_of(
+    buffer: Any, rank: int, /
+) -> None:
+    x, idx, weights = inputs(rank)
+    out = torch.empty(T, H, dtype=torch.bfloat16)
 
-        def step(**options: Any) -> list[Any]:
-            (rows, scales), count, handle, _, hook = buffer.low_latency_dispatch(
-                x, idx, M, E, topk_weights=weights, **options
-            )
-            if hook is not None:
-                hook()
-            y = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-            combined, _, back = buffer.low_latency_combine(y, idx, None, handle, out=out, **options)
-            if back is not None:
-                back()
-            assert combined is out
-            return [rows, scales, count, handle.metadata]
+    def step(**options: Any) -> list[Any]:
+        (rows, scales), count, handle, _, hook = buffer.low_latency_dispatch(
+            x, idx, M, E, topk_weights=weights, **options
+        )
+        if hook is not None:
+            hook()
+        y = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+        combined, _, back = buffer.low_latency_combine(y, idx, None, handle, out=out, **options)
+        if back is not None:
+            back()
+        assert combined is out
+        return [rows, scales, count, handle.metadata]
 
-        objects = (x, idx, weights, out, buffer._low_latency)
-        for options in ({}, dict(return_recv_hook=True)):
-            tensors = step(**options)
-            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-            # The counts are the first of the metadata.
-            assert len(storages) == 3 and count_storage_is_metadata(tensors)
-            watched = [weakref.ref(tensor) for tensor in tensors]
-            del tensors
-            gc.collect()
-            assert all(watch() is None for watch in watched)
-            before = [sys.getrefcount(thing) for thing in objects]
-            for _ in range(20):
-                step(**options)
-            assert [sys.getrefcount(thing) for thing in objects] == before
-
-    on_ranks(body, 1)
+    objects = (x, idx, weights, out, buffer._low_latency)
+    for options in ({}, dict(return_recv_hook=True)):
+        tensors = step(**options)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        # The counts are the first of the metadata.
+        assert len(storages) == 3 and count_storage_is_metadata(tensors)
+        watched = [weakref.ref(tensor) for tensor in tensors]
+        del tensors
+        gc.collect()
+        assert all(watch() is None for watch in watched)
+        before = [sys.getrefcount(thing) for thing in objects]
+        for _ in range(20):
+            step(**options)
+        assert [sys.getrefcount(thing) for thing in objects] == before
 
 
 def test_hooks_keep_their_rules() -> None:
@@ -137,104 +138,103 @@ def test_hooks_keep_their_rules() -> None:
         kept[0]()
 
 
-def test_what_breaks_a_rule_is_named_and_launches_nothing(way: str) -> None:
+@run_by(on_ranks, 1)
+def test_what_breaks_a_rule_is_named_and_launches_nothing(
+    buffer: Any, rank: int, /, way: str
+) -> None:
     """In a first call, and of a form that is known."""
+    x, idx, weights = inputs(rank)
+    wide = torch.zeros(T, 2 * H, dtype=torch.bfloat16)
+    shifted = torch.zeros(T * H + 1, dtype=torch.bfloat16)[1:].view(T, H)
+    count, tokens = "num_experts", "num_max_dispatch_tokens_per_rank"
+    stats, waits = "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"
+    plain: dict[str, Any] = {"x": x, "topk_idx": idx, tokens: M, count: E}
+    refused: list[tuple[str, Any]] = [
+        ("x", None), ("x", x.float()), ("x", wide[:, :H]), ("x", x[0]), ("x", x.t()),
+        ("x", shifted), ("x", x.to("meta")), ("x", x.tolist()), ("x", wide[:, :130].clone()),
+        ("x", wide[:, :0].clone()),
+        ("topk_idx", None), ("topk_idx", idx.short()), ("topk_idx", idx[:-1]),
+        ("topk_idx", idx[:, :0]), ("topk_idx", idx.t()), ("topk_idx", idx.float()),
+        ("topk_idx", idx.repeat(1, 2)[:, ::2]), ("topk_idx", idx.repeat(1, 22)),
+        (tokens, float(M)), (tokens, -1), (tokens, 1 << 70), (tokens, None), (tokens, "9"),
+        (count, None), (count, 1 << 20), (count, torch.tensor(E)), (count, 0),
+        (stats, torch.zeros(E + 1, dtype=torch.int32)), (stats, 3),
+        (stats, torch.zeros(E, dtype=torch.int64)),
+        (waits, torch.zeros(1, dtype=torch.int32)), (waits, 3),
+        ("use_ue8m0", True), ("x_global_scale", torch.ones(1)),
+        ("topk_weights", weights.double()), ("topk_weights", weights[:-1]),
+        ("topk_weights", weights[:, :-1]), ("topk_weights", weights.t()), (tokens, 0),
+        (tokens, 1 << 16),
+    ]  # fmt: skip
+    # With more than the argument that is named.
+    together: list[tuple[str, dict[str, Any]]] = [
+        ("x", dict(x=x[:, :12].clone(), use_fp8=False)),
+        ("x", dict(x=x[:, :0].clone(), use_fp8=False)),
+        ("round_scale", dict(use_fp8=False, round_scale=True)),
+    ]
+    together += [(name, {name: value}) for name, value in refused]
+    engine = buffer.runtime
 
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        wide = torch.zeros(T, 2 * H, dtype=torch.bfloat16)
-        shifted = torch.zeros(T * H + 1, dtype=torch.bfloat16)[1:].view(T, H)
-        count, tokens = "num_experts", "num_max_dispatch_tokens_per_rank"
-        stats, waits = "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"
-        plain: dict[str, Any] = {"x": x, "topk_idx": idx, tokens: M, count: E}
-        refused: list[tuple[str, Any]] = [
-            ("x", None), ("x", x.float()), ("x", wide[:, :H]), ("x", x[0]), ("x", x.t()),
-            ("x", shifted), ("x", x.to("meta")), ("x", x.tolist()), ("x", wide[:, :130].clone()),
-            ("x", wide[:, :0].clone()),
-            ("topk_idx", None), ("topk_idx", idx.short()), ("topk_idx", idx[:-1]),
-            ("topk_idx", idx[:, :0]), ("topk_idx", idx.t()), ("topk_idx", idx.float()),
-            ("topk_idx", idx.repeat(1, 2)[:, ::2]), ("topk_idx", idx.repeat(1, 22)),
-            (tokens, float(M)), (tokens, -1), (tokens, 1 << 70), (tokens, None), (tokens, "9"),
-            (count, None), (count, 1 << 20), (count, torch.tensor(E)), (count, 0),
-            (stats, torch.zeros(E + 1, dtype=torch.int32)), (stats, 3),
-            (stats, torch.zeros(E, dtype=torch.int64)),
-            (waits, torch.zeros(1, dtype=torch.int32)), (waits, 3),
-            ("use_ue8m0", True), ("x_global_scale", torch.ones(1)),
-            ("topk_weights", weights.double()), ("topk_weights", weights[:-1]),
-            ("topk_weights", weights[:, :-1]), ("topk_weights", weights.t()), (tokens, 0),
-            (tokens, 1 << 16),
-        ]  # fmt: skip
-        # With more than the argument that is named.
-        together: list[tuple[str, dict[str, Any]]] = [
-            ("x", dict(x=x[:, :12].clone(), use_fp8=False)),
-            ("x", dict(x=x[:, :0].clone(), use_fp8=False)),
-            ("round_scale", dict(use_fp8=False, round_scale=True)),
-        ]
-        together += [(name, {name: value}) for name, value in refused]
-        engine = buffer.runtime
-
-        def refuse_all(launched: int) -> None:
-            for name, changes in together:
-                with pytest.raises(ArgumentError) as caught:
-                    buffer.low_latency_dispatch(**(plain | changes))
-                assert caught.value.argument == name, changes
-                assert engine.num_launches == launched
-            for max_tokens in (T - 1, True):
-                with pytest.raises(ArgumentError, match=f"^x must have at most {int(max_tokens)}"):
-                    buffer.low_latency_dispatch(**(plain | {tokens: max_tokens}))
-
-        refuse_all(0)
-        handle = buffer.low_latency_dispatch(**plain)[2]
-        refuse_all(1)
-        rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-        out = torch.empty(T, H, dtype=torch.bfloat16)
-        plain = dict(x=rows, topk_idx=idx, topk_weights=weights, handle=handle)
-        stats = "combine_wait_recv_cost_stats"
-        refused = [
-            ("x", None), ("x", rows.float()), ("x", rows[0]), ("x", rows[:, :-1]),
-            ("x", rows[:-1]), ("x", rows.mT),
-            ("topk_idx", idx[:-1]), ("topk_idx", idx.short()),
-            ("topk_weights", None), ("topk_weights", weights[:-1]),
-            ("topk_weights", weights.double()),
-            ("handle", None), ("handle", object()), ("handle", handle.as_tuple()),
-            ("out", out.float()), ("out", out[:-1]), ("out", out.t()), ("out", shifted),
-            (stats, torch.zeros(1, dtype=torch.int32)), (stats, 3),
-        ]  # fmt: skip
-        for name, value in refused:
+    def refuse_all(launched: int) -> None:
+        for name, changes in together:
             with pytest.raises(ArgumentError) as caught:
-                buffer.low_latency_combine(**(plain | {name: value}))
-            assert caught.value.argument == name, (name, value)
-        with pytest.raises(HandleMismatch):  # of another top-k
-            few = dict(topk_idx=idx[:, :1].clone(), topk_weights=weights[:, :1].clone())
-            buffer.low_latency_combine(**(plain | few))
-        assert engine.num_launches == 1
-        buffer.low_latency_combine(**plain)
-        assert engine.num_launches == 2
+                buffer.low_latency_dispatch(**(plain | changes))
+            assert caught.value.argument == name, changes
+            assert engine.num_launches == launched
+        for max_tokens in (T - 1, True):
+            with pytest.raises(ArgumentError, match=f"^x must have at most {int(max_tokens)}"):
+                buffer.low_latency_dispatch(**(plain | {tokens: max_tokens}))
 
-    on_ranks(body, 1)
+    refuse_all(0)
+    handle = buffer.low_latency_dispatch(**plain)[2]
+    refuse_all(1)
+    rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+    out = torch.empty(T, H, dtype=torch.bfloat16)
+    plain = dict(x=rows, topk_idx=idx, topk_weights=weights, handle=handle)
+    stats = "combine_wait_recv_cost_stats"
+    refused = [
+        ("x", None), ("x", rows.float()), ("x", rows[0]), ("x", rows[:, :-1]),
+        ("x", rows[:-1]), ("x", rows.mT),
+        ("topk_idx", idx[:-1]), ("topk_idx", idx.short()),
+        ("topk_weights", None), ("topk_weights", weights[:-1]),
+        ("topk_weights", weights.double()),
+        ("handle", None), ("handle", object()), ("handle", handle.as_tuple()),
+        ("out", out.float()), ("out", out[:-1]), ("out", out.t()), ("out", shifted),
+        (stats, torch.zeros(1, dtype=torch.int32)), (stats, 3),
+    ]  # fmt: skip
+    for name, value in refused:
+        with pytest.raises(ArgumentError) as caught:
+            buffer.low_latency_combine(**(plain | {name: value}))
+        assert caught.value.argument == name, (name, value)
+    with pytest.raises(HandleMismatch):  # of another top-k
+        few = dict(topk_idx=idx[:, :1].clone(), topk_weights=weights[:, :1].clone())
+        buffer.low_latency_combine(**(plain | few))
+    assert engine.num_launches == 1
+    buffer.low_latency_combine(**plain)
+    assert engine.num_launches == 2
 
 
-def test_tensors_of_other_classes_and_flags_of_other_types_will_do() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        (want, _), want_count, *_ = buffer.low_latency_dispatch(x, idx, M, E, topk_weights=weights)
-        (rows, _), count, handle, _, hook = buffer.low_latency_dispatch(
-            x.as_subclass(Marked), torch.nn.Parameter(idx, requires_grad=False), M, E, None, None,
-            1, 0, "", [], "a hook", topk_weights=weights.as_subclass(Marked), compact=None,
-        )  # fmt: skip
-        hook()
-        assert type(rows) is torch.Tensor and type(count) is torch.Tensor
-        assert torch.equal(count, want_count) and not handle.is_compact
-        for expert, number in enumerate(count.tolist()):
-            assert torch.equal(rows[expert, :number].float(), want[expert, :number].float())
-        y = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-        out = torch.empty_like(x).as_subclass(Marked)
-        combined = buffer.low_latency_combine(y.as_subclass(Marked), idx, None, handle, out=out)[0]
-        assert combined is out
-        with pytest.raises(RuntimeError, match="ambiguous"):  # torch's
-            buffer.low_latency_dispatch(x, idx, M, E, use_fp8=torch.ones(2))
-
-    on_ranks(body, 1)
+@run_by(on_ranks, 1)
+def test_tensors_of_other_classes_and_flags_of_other_types_will_do(
+    buffer: Any, rank: int, /
+) -> None:
+    x, idx, weights = inputs(rank)
+    (want, _), want_count, *_ = buffer.low_latency_dispatch(x, idx, M, E, topk_weights=weights)
+    (rows, _), count, handle, _, hook = buffer.low_latency_dispatch(
+        x.as_subclass(Marked), torch.nn.Parameter(idx, requires_grad=False), M, E, None, None,
+        1, 0, "", [], "a hook", topk_weights=weights.as_subclass(Marked), compact=None,
+    )  # fmt: skip
+    hook()
+    assert type(rows) is torch.Tensor and type(count) is torch.Tensor
+    assert torch.equal(count, want_count) and not handle.is_compact
+    for expert, number in enumerate(count.tolist()):
+        assert torch.equal(rows[expert, :number].float(), want[expert, :number].float())
+    y = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+    out = torch.empty_like(x).as_subclass(Marked)
+    combined = buffer.low_latency_combine(y.as_subclass(Marked), idx, None, handle, out=out)[0]
+    assert combined is out
+    with pytest.raises(RuntimeError, match="ambiguous"):  # torch's
+        buffer.low_latency_dispatch(x, idx, M, E, use_fp8=torch.ones(2))
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
@@ -306,19 +306,16 @@ def test_no_memory_for_an_output_is_raised_as_torch_raises_it() -> None:
     on_buffers(main, 1, 0, num_bytes, low_latency_mode=True, timeout_s=20)
 
 
-def test_outputs_are_poisoned_where_kernels_do_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, _ = inputs(rank)
-        for options in ({}, dict(async_finish=True), dict(return_recv_hook=True)):
-            (rows, scales), count, _, _, hook = buffer.low_latency_dispatch(x, idx, M, E, **options)
-            if hook is not None:
-                hook()
-            for expert, number in enumerate(count.tolist()):
-                assert number < M
-                for part in (rows, scales):
-                    unwritten = part[expert, number:].contiguous()
-                    assert bool((unwritten.view(torch.uint8) == 0xA5).all())
-
-    on_ranks(body, 1)
+@pytest.mark.usefixtures("poison")
+@run_by(on_ranks, 1)
+def test_outputs_are_poisoned_where_kernels_do_not_write(buffer: Any, rank: int, /) -> None:
+    x, idx, _ = inputs(rank)
+    for options in ({}, dict(async_finish=True), dict(return_recv_hook=True)):
+        (rows, scales), count, _, _, hook = buffer.low_latency_dispatch(x, idx, M, E, **options)
+        if hook is not None:
+            hook()
+        for expert, number in enumerate(count.tolist()):
+            assert number < M
+            for part in (rows, scales):
+                unwritten = part[expert, number:].contiguous()
+                assert bool((unwritten.view(torch.uint8) == 0xA5).all())

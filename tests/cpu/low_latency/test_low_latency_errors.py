@@ -9,6 +9,7 @@ import pytest
 import torch
 from low_latency import LowLatencyCase, run_pairs, verify
 from on_buffers import on_buffers
+from run_by import run_by
 
 from deep_comm import (
     ArgumentError,
@@ -28,6 +29,19 @@ def together(fn: Callable[[Buffer], Any], num_ranks: int = 2, **options: Any) ->
     return on_buffers(
         fn, num_ranks, 0, CASE.num_bytes, low_latency_mode=True, num_max_experts=64, **options
     )
+
+
+def together_then_pairs(body: Callable[[Buffer], None], **options: Any) -> None:
+    """The body as a Buffer's first call and behind others; pairs of calls go on after it."""
+    for num_before in (0, 1):
+
+        def main(buffer: Buffer, num_before: int = num_before) -> list:
+            before = [run_pairs(buffer, CASE) for _ in range(num_before)]
+            body(buffer)
+            return [*before, run_pairs(buffer, CASE)]
+
+        for pairs in zip(*together(main, **options), strict=True):
+            verify(CASE, pairs)
 
 
 @pytest.mark.parametrize("position", range(4))
@@ -51,21 +65,17 @@ def dispatch(buffer: Buffer, **changes: Any) -> Any:
     return buffer.low_latency_dispatch(**arguments)
 
 
-def test_a_region_that_is_too_small_says_what_would_do() -> None:
-    def main(buffer: Buffer) -> None:
-        with pytest.raises(BufferTooSmall, match="num_rdma_bytes") as caught:
-            dispatch(buffer, num_max_dispatch_tokens_per_rank=4000)
-        assert caught.value.needed_bytes > CASE.num_bytes
-
-    together(main)
+@run_by(together)
+def test_a_region_that_is_too_small_says_what_would_do(buffer: Buffer, /) -> None:
+    with pytest.raises(BufferTooSmall, match="num_rdma_bytes") as caught:
+        dispatch(buffer, num_max_dispatch_tokens_per_rank=4000)
+    assert caught.value.needed_bytes > CASE.num_bytes
 
 
-def test_low_latency_calls_need_low_latency_mode() -> None:
-    def main(buffer: Buffer) -> None:
-        with pytest.raises(ArgumentError, match="low_latency_mode"):
-            dispatch(buffer)
-
-    on_buffers(main, 2, 0, 1 << 20)
+@run_by(on_buffers, 2, 0, 1 << 20)
+def test_low_latency_calls_need_low_latency_mode(buffer: Buffer, /) -> None:
+    with pytest.raises(ArgumentError, match="low_latency_mode"):
+        dispatch(buffer)
 
 
 def test_as_many_experts_as_a_block_can_count_twice() -> None:
@@ -112,107 +122,80 @@ def test_masks_belong_to_low_latency_mode() -> None:
         Buffer(None, enable_shrink=True)
 
 
-def test_a_bad_expert_index_is_raised_where_it_is_and_the_buffer_goes_on() -> None:
-    def main(buffer: Buffer) -> list:
-        idx = torch.zeros(3, 2, dtype=torch.int64)
-        if buffer.rank == 1:
-            idx[2, 1] = 8
-            with pytest.raises(ExpertIndexError) as caught:
-                dispatch(buffer, topk_idx=idx)
-            assert caught.value.position == 5 and caught.value.value == 8
-        else:
+@run_by(together_then_pairs)
+def test_a_bad_expert_index_is_raised_where_it_is_and_the_buffer_goes_on(buffer: Buffer, /) -> None:
+    idx = torch.zeros(3, 2, dtype=torch.int64)
+    if buffer.rank == 1:
+        idx[2, 1] = 8
+        with pytest.raises(ExpertIndexError) as caught:
             dispatch(buffer, topk_idx=idx)
-        return run_pairs(buffer, CASE)
+        assert caught.value.position == 5 and caught.value.value == 8
+    else:
+        dispatch(buffer, topk_idx=idx)
 
-    verify(CASE, together(main))
 
-
-def test_ranks_that_disagree_are_told_and_reset_brings_the_buffer_back() -> None:
+@run_by(together_then_pairs)
+def test_ranks_that_disagree_are_told_and_reset_brings_the_buffer_back(buffer: Buffer, /) -> None:
     """Each has written rows into the other's memory that nobody will read."""
-
-    def main(buffer: Buffer) -> list:
-        for _ in range(2):
-            with pytest.raises(ConfigMismatch, match=r"reset\(\)") as caught:
-                dispatch(buffer, num_experts=8 - buffer.rank)
-            assert caught.value.needs_reset
-        buffer.reset()
-        return run_pairs(buffer, CASE)
-
-    verify(CASE, together(main))
+    for _ in range(2):
+        with pytest.raises(ConfigMismatch, match=r"reset\(\)") as caught:
+            dispatch(buffer, num_experts=8 - buffer.rank)
+        assert caught.value.needs_reset
+    buffer.reset()
 
 
-def test_a_silent_rank_becomes_a_timeout_and_reset_brings_the_buffer_back() -> None:
-    def main(buffer: Buffer) -> list:
-        results = run_pairs(buffer, CASE)
-        if buffer.rank == 0:
-            with pytest.raises(PeerTimeout) as caught:
-                dispatch(buffer)
-            assert caught.value.peer == 1
-        buffer.group.barrier()
-        buffer.reset()
-        return results + run_pairs(buffer, CASE)
-
-    results = on_buffers(main, 2, 0, CASE.num_bytes, low_latency_mode=True, timeout_s=2.0)
-    verify(CASE, [ranks[:2] for ranks in results])
-    verify(CASE, [ranks[2:] for ranks in results])
+@run_by(together_then_pairs, timeout_s=2.0)
+def test_a_silent_rank_becomes_a_timeout_and_reset_brings_the_buffer_back(
+    buffer: Buffer, /
+) -> None:
+    if buffer.rank == 0:
+        with pytest.raises(PeerTimeout) as caught:
+            dispatch(buffer)
+        assert caught.value.peer == 1
+    buffer.group.barrier()
+    buffer.reset()
 
 
-def test_the_next_call_but_one_is_refused_until_the_hook_has_run() -> None:
+@run_by(together_then_pairs)
+def test_the_next_call_but_one_is_refused_until_the_hook_has_run(buffer: Buffer, /) -> None:
     """It has the same half, and would wait for all ranks' hooks in vain."""
-
-    def main(buffer: Buffer) -> list:
-        results = run_pairs(buffer, CASE)
-        idx, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
-        for _ in range(3):
-            hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)[4]
-            rows, _, handle, _, _ = dispatch(buffer, use_fp8=False)
-            with pytest.raises(ArgumentError, match="hooks have not run"):
-                dispatch(buffer, use_fp8=False)
-            hook()
-            arguments = (rows, idx, weights, handle)
-            hook = buffer.low_latency_combine(*arguments, return_recv_hook=True)[2]
-            buffer.low_latency_combine(*arguments)
-            with pytest.raises(ArgumentError, match="hooks have not run"):
-                buffer.low_latency_combine(*arguments)
-            dispatch(buffer, use_fp8=False)  # another kind
-            hook()
-        return results + run_pairs(buffer, CASE)
-
-    results = together(main)
-    for first, second in ((0, 2), (2, 4)):
-        verify(CASE, [ranks[first:second] for ranks in results])
-
-
-def test_combine_before_the_hook_of_its_dispatch_is_refused() -> None:
-    def main(buffer: Buffer) -> list:
-        results = run_pairs(buffer, CASE)
-        idx = torch.zeros(3, 2, dtype=torch.int64)
-        weights = torch.ones(3, 2)
-        for _ in range(2):
-            recv_x, _, handle, _, hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)
-            with pytest.raises(ArgumentError, match="call it first"):
-                buffer.low_latency_combine(recv_x, idx, weights, handle)
-            hook()
-            buffer.low_latency_combine(recv_x, idx, weights, handle)
-        recv_x, _, handle, _, _ = dispatch(buffer, use_fp8=False, return_recv_hook=True)
-        buffer.reset()
-        with pytest.raises(ArgumentError, match="forgotten"):
-            buffer.low_latency_combine(recv_x, idx, weights, handle)
-        return results + run_pairs(buffer, CASE)
-
-    results = together(main)
-    for first, second in ((0, 2), (2, 4)):
-        verify(CASE, [ranks[first:second] for ranks in results])
-
-
-def test_a_region_is_not_cleaned_under_a_call_whose_hook_has_not_run() -> None:
-    def main(buffer: Buffer) -> list:
-        buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-        hook = dispatch(buffer, return_recv_hook=True)[4]
-        with pytest.raises(ArgumentError, match="hook"):
-            buffer.clean_low_latency_buffer(4, 128, 8)
+    idx, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    for _ in range(3):
+        hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)[4]
+        rows, _, handle, _, _ = dispatch(buffer, use_fp8=False)
+        with pytest.raises(ArgumentError, match="hooks have not run"):
+            dispatch(buffer, use_fp8=False)
         hook()
-        buffer.clean_low_latency_buffer(4, 128, 8)
-        return run_pairs(buffer, CASE)
+        arguments = (rows, idx, weights, handle)
+        hook = buffer.low_latency_combine(*arguments, return_recv_hook=True)[2]
+        buffer.low_latency_combine(*arguments)
+        with pytest.raises(ArgumentError, match="hooks have not run"):
+            buffer.low_latency_combine(*arguments)
+        dispatch(buffer, use_fp8=False)  # another kind
+        hook()
 
-    verify(CASE, together(main))
+
+@run_by(together_then_pairs)
+def test_combine_before_the_hook_of_its_dispatch_is_refused(buffer: Buffer, /) -> None:
+    idx = torch.zeros(3, 2, dtype=torch.int64)
+    weights = torch.ones(3, 2)
+    for _ in range(2):
+        recv_x, _, handle, _, hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)
+        with pytest.raises(ArgumentError, match="call it first"):
+            buffer.low_latency_combine(recv_x, idx, weights, handle)
+        hook()
+        buffer.low_latency_combine(recv_x, idx, weights, handle)
+    recv_x, _, handle, _, _ = dispatch(buffer, use_fp8=False, return_recv_hook=True)
+    buffer.reset()
+    with pytest.raises(ArgumentError, match="forgotten"):
+        buffer.low_latency_combine(recv_x, idx, weights, handle)
+
+
+@run_by(together_then_pairs)
+def test_a_region_is_not_cleaned_under_a_call_whose_hook_has_not_run(buffer: Buffer, /) -> None:
+    buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+    hook = dispatch(buffer, return_recv_hook=True)[4]
+    with pytest.raises(ArgumentError, match="hook"):
+        buffer.clean_low_latency_buffer(4, 128, 8)
+    hook()
+    buffer.clean_low_latency_buffer(4, 128, 8)

@@ -12,11 +12,9 @@ from low_latency import (
     LowLatencyCase,
     Pair,
     Range,
-    check_logfmt,
     inputs_of,
     on_case,
     open_buffer,
-    pairs_amid_normal_calls,
     run_case,
     run_pairs,
     verify,
@@ -50,15 +48,6 @@ def sampled_case(seed: int) -> LowLatencyCase:
 
 def test_every_rank_gets_its_rows_and_sums(way: str) -> None:
     run_seeds(range(42), sampled_case, run_case, verify, on_threads)
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_ranks_may_be_processes(compact: bool) -> None:
-    case = LowLatencyCase(
-        (9, 0, 16, 5), 16, hidden=256, topk=3, use_fp8=True, calls=30, ranks_per_node=2,
-        compact=compact, weights_ahead=compact,
-    )  # fmt: skip
-    verify(case, forked.run(run_case, 4, case, timeout_s=100))
 
 
 def test_the_model_knows_what_a_nic_takes_at_least() -> None:
@@ -131,56 +120,6 @@ def test_a_row_crosses_once_to_a_node_or_to_each_rank_there_and_never_to_the_own
         for rank in range(4):
             counted = got[rank][is_combine][1 - rank // 2] - (0 if is_combine else counts)
             assert counted == sum(put.num_bytes for put in puts if put.source == rank)
-
-
-def test_low_latency_and_normal_calls_mix_in_any_order() -> None:
-    case = LowLatencyCase((5, 8, 3, 0), 8, hidden=256, topk=3, use_fp8=True, calls=4)
-    hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 256, 4, 8, ranks_per_node=2)
-    results = on_buffers(
-        lambda buffer: pairs_amid_normal_calls(buffer, case), 4, 1 << 20, max(hint, 1 << 20),
-        low_latency_mode=True, ranks_per_node=2,
-    )  # fmt: skip
-    verify(case, results)
-
-
-def test_shapes_may_change_and_the_region_be_zeroed_between_calls() -> None:
-    cases = [
-        LowLatencyCase((3, 7, 0, 4), 8, hidden=512, topk=4, calls=3, mode="hook"),
-        LowLatencyCase((30, 12, 5, 9), 32, hidden=128, topk=2, use_fp8=True, calls=3),
-        LowLatencyCase((1, 2, 2, 1), 2, hidden=1024, topk=8, compact=True, calls=3),
-    ]
-    hints = [
-        deep_comm.Buffer.get_low_latency_rdma_size_hint(
-            case.max_tokens, case.hidden, 4, case.experts, ranks_per_node=2
-        )
-        for case in cases
-    ]
-
-    def main(buffer: deep_comm.Buffer) -> list:
-        results = []
-        region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-        assert region.numel() == max(hints)
-        for case in (*cases, *cases):
-            results.append(run_pairs(buffer, case))
-            buffer.group.barrier()
-            region.zero_()
-            buffer.group.barrier()
-            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
-        return results
-
-    results = on_buffers(main, 4, 0, max(hints), low_latency_mode=True, ranks_per_node=2)
-    for number, case in enumerate((*cases, *cases)):
-        verify(case, [ranks[number] for ranks in results])
-
-
-@pytest.mark.parametrize("scale", [4.0, 20.0])
-@pytest.mark.parametrize("compact", [False, True])
-def test_logfmt_stays_within_its_stated_error(compact: bool, scale: float) -> None:
-    case = LowLatencyCase(
-        (6, 3, 0, 5), 6, hidden=144, topk=2, experts=8, compact=compact, weights_ahead=compact,
-        ranks_per_node=2,
-    )  # fmt: skip
-    check_logfmt(case, scale)
 
 
 def test_the_most_tokens_of_any_rank_are_reported_to_all() -> None:

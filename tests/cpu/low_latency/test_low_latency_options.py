@@ -10,7 +10,8 @@ import fake_cuda
 import pytest
 import torch
 from low_latency import LowLatencyCase, run_case, verify
-from small_calls import E, H, K, M, R, T, inputs, on_ranks
+from run_by import run_by
+from small_calls import E, H, K, M, R, T, Told, inputs, on_ranks, on_streams
 
 import deep_comm
 from deep_comm import _core, local
@@ -82,170 +83,135 @@ def test_logfmt_gives_the_same_sums_however_it_is_called(compact: bool, way: str
     on_ranks(body)
 
 
-def test_a_global_scale_may_have_any_shape() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, _ = inputs(rank)
+@run_by(on_ranks)
+def test_a_global_scale_may_have_any_shape(buffer: Any, rank: int, /) -> None:
+    x, idx, _ = inputs(rank)
 
-        def parts(**options: Any) -> list[torch.Tensor]:
-            (rows, scales), count, *_ = buffer.low_latency_dispatch(
-                x, idx, M, E, use_nvfp4=True, **options
-            )
-            scales = rows_of_scale_tiles(scales.view(torch.uint8), rows.shape[1])
-            return [
-                part[expert, :number]
-                for part in (rows, scales)
-                for expert, number in enumerate(count.tolist())
-            ]
+    def parts(**options: Any) -> list[torch.Tensor]:
+        (rows, scales), count, *_ = buffer.low_latency_dispatch(
+            x, idx, M, E, use_nvfp4=True, **options
+        )
+        scales = rows_of_scale_tiles(scales.view(torch.uint8), rows.shape[1])
+        return [
+            part[expert, :number]
+            for part in (rows, scales)
+            for expert, number in enumerate(count.tolist())
+        ]
 
-        want = parts(x_global_scale=torch.tensor(2.5))
-        for shape in ((1,), (1, 1)):
-            got = parts(x_global_scale=torch.full(shape, 2.5))
-            assert all(map(torch.equal, got, want))
-        assert not all(map(torch.equal, parts(), want))  # it was not left out
-
-    on_ranks(body)
+    want = parts(x_global_scale=torch.tensor(2.5))
+    for shape in ((1,), (1, 1)):
+        got = parts(x_global_scale=torch.full(shape, 2.5))
+        assert all(map(torch.equal, got, want))
+    assert not all(map(torch.equal, parts(), want))  # it was not left out
 
 
-def test_options_that_exclude_each_other_are_named() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        for _ in range(2):  # of a form that is known, too
+@run_by(on_ranks, 1)
+def test_options_that_exclude_each_other_are_named(buffer: Any, rank: int, /) -> None:
+    x, idx, weights = inputs(rank)
+    for _ in range(2):  # of a form that is known, too
+        handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
+    rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+    launched = buffer._context.engine.num_launches
+    with pytest.raises(ArgumentError, match="x_global_scale"):
+        buffer.low_latency_dispatch(x, idx, M, E, x_global_scale=torch.ones(1))
+    with pytest.raises(ArgumentError, match="async_finish"):
+        buffer.low_latency_dispatch(x, idx, M, E, async_finish=True, return_recv_hook=True)
+
+    def combine(**options: Any) -> Any:
+        return buffer.low_latency_combine(rows, idx, weights, handle, **options)
+
+    with pytest.raises(ArgumentError, match="async_finish"):
+        combine(async_finish=True, return_recv_hook=True)
+    with pytest.raises(ArgumentError, match="zero_copy"):
+        combine(zero_copy=True)  # there is no buffer yet
+    buffer.get_next_low_latency_combine_buffer(handle)
+    with pytest.raises(ArgumentError, match="use_logfmt"):
+        combine(zero_copy=True, use_logfmt=True)
+    with pytest.raises(ArgumentError, match="use_logfmt"):
+        combine(one_rounding=True, use_logfmt=True)
+    compact = buffer.low_latency_dispatch(x, idx, M, E, compact=True)[2]
+    with pytest.raises(ArgumentError, match="one_rounding"):
+        buffer.low_latency_combine(rows[0], idx, weights, compact, one_rounding=True)
+    assert buffer._context.engine.num_launches == launched + 1
+
+
+@run_by(local.run, 1, timeout_s=60)
+def test_one_rounding_without_room_is_refused(group: local.ThreadGroup, /) -> None:
+    x, idx, weights = inputs(0)
+    sizes = dict(num_ranks=1, num_max_tokens=M, hidden=H, num_topk=K, num_experts=E)
+    sizes.update(num_blocks=3, is_internode=False, can_shrink=False)
+    exact = max(
+        _core.Engine.low_latency_region_bytes(**sizes, format=name) for name in ("fp8", "bfloat16")
+    )
+    with deep_comm.Buffer(
+        group, 0, exact, low_latency_mode=True, device="cpu", timeout_s=20
+    ) as buffer:
+        for _ in range(2):
             handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
         rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-        launched = buffer._context.engine.num_launches
-        with pytest.raises(ArgumentError, match="x_global_scale"):
-            buffer.low_latency_dispatch(x, idx, M, E, x_global_scale=torch.ones(1))
-        with pytest.raises(ArgumentError, match="async_finish"):
-            buffer.low_latency_dispatch(x, idx, M, E, async_finish=True, return_recv_hook=True)
-
-        def combine(**options: Any) -> Any:
-            return buffer.low_latency_combine(rows, idx, weights, handle, **options)
-
-        with pytest.raises(ArgumentError, match="async_finish"):
-            combine(async_finish=True, return_recv_hook=True)
-        with pytest.raises(ArgumentError, match="zero_copy"):
-            combine(zero_copy=True)  # there is no buffer yet
-        buffer.get_next_low_latency_combine_buffer(handle)
-        with pytest.raises(ArgumentError, match="use_logfmt"):
-            combine(zero_copy=True, use_logfmt=True)
-        with pytest.raises(ArgumentError, match="use_logfmt"):
-            combine(one_rounding=True, use_logfmt=True)
-        compact = buffer.low_latency_dispatch(x, idx, M, E, compact=True)[2]
-        with pytest.raises(ArgumentError, match="one_rounding"):
-            buffer.low_latency_combine(rows[0], idx, weights, compact, one_rounding=True)
-        assert buffer._context.engine.num_launches == launched + 1
-
-    on_ranks(body, 1)
-
-
-def test_one_rounding_without_room_is_refused() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        x, idx, weights = inputs(0)
-        sizes = dict(num_ranks=1, num_max_tokens=M, hidden=H, num_topk=K, num_experts=E)
-        sizes.update(num_blocks=3, is_internode=False, can_shrink=False)
-        exact = max(
-            _core.Engine.low_latency_region_bytes(**sizes, format=name)
-            for name in ("fp8", "bfloat16")
-        )
-        with deep_comm.Buffer(
-            group, 0, exact, low_latency_mode=True, device="cpu", timeout_s=20
-        ) as buffer:
-            for _ in range(2):
-                handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
-            rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-            with pytest.raises(BufferTooSmall, match="num_rdma_bytes"):
-                buffer.low_latency_combine(rows, idx, weights, handle, one_rounding=True)
-
-    local.run(main, 1, timeout_s=60)
+        with pytest.raises(BufferTooSmall, match="num_rdma_bytes"):
+            buffer.low_latency_combine(rows, idx, weights, handle, one_rounding=True)
 
 
 @pytest.mark.parametrize("current", [fake_cuda.COMPUTE, fake_cuda.COMM])
+@run_by(on_streams)
 def test_asynchronous_calls_run_on_the_communication_stream(
-    monkeypatch: pytest.MonkeyPatch, current: int
+    buffer: Any, log: fake_cuda.Log, told: Told, /, current: int
 ) -> None:
     """Events keep what they read and write (test_tensors_event.py)."""
-
-    def main(group: local.ThreadGroup) -> None:
-        x, idx, weights = inputs(0)
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, 1, E)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
-            stats = torch.zeros(E, dtype=torch.int32)
-            log.current = current
-            is_elsewhere = current != fake_cuda.COMM
-            for _ in range(2):
-                log.clear()
-                payload, _, handle, event, _ = buffer.low_latency_dispatch(
-                    x, idx, M, E, stats, topk_weights=weights, async_finish=True
-                )
-                event.current_stream_wait()
-                rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-                combined, event, _ = buffer.low_latency_combine(
-                    rows, idx, None, handle, async_finish=True
-                )
-                event.current_stream_wait()
-                orders = [("order", current, fake_cuda.COMM)] if is_elsewhere else []
-                want = []
-                for name in ("low_latency_dispatch", "low_latency_combine"):
-                    want += orders + [
-                        (name, fake_cuda.COMM), ("record", fake_cuda.COMM),
-                        ("mark", fake_cuda.COMM), ("wait", current),
-                    ]  # fmt: skip
-                assert list(log) == want
-                assert recorded == []
-            assert torch.isfinite(combined).all() and len(payload) == 2
-
-    recorded: list[tuple[int, Any]] = []
-    with fake_cuda.installed() as log:
-        monkeypatch.setattr(
-            torch.Tensor, "record_stream",
-            lambda tensor, stream: recorded.append((tensor.data_ptr(), stream.cuda_stream)),
-        )  # fmt: skip
-        local.run(main, 1, timeout_s=60)
+    x, idx, weights = inputs(0)
+    stats = torch.zeros(E, dtype=torch.int32)
+    log.current = current
+    is_elsewhere = current != fake_cuda.COMM
+    for _ in range(2):
+        log.clear()
+        payload, _, handle, event, _ = buffer.low_latency_dispatch(
+            x, idx, M, E, stats, topk_weights=weights, async_finish=True
+        )
+        event.current_stream_wait()
+        rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+        combined, event, _ = buffer.low_latency_combine(rows, idx, None, handle, async_finish=True)
+        event.current_stream_wait()
+        orders = [("order", current, fake_cuda.COMM)] if is_elsewhere else []
+        want = []
+        for name in ("low_latency_dispatch", "low_latency_combine"):
+            want += orders + [
+                (name, fake_cuda.COMM), ("record", fake_cuda.COMM),
+                ("mark", fake_cuda.COMM), ("wait", current),
+            ]  # fmt: skip
+        assert list(log) == want
+        assert told == []
+    assert torch.isfinite(combined).all() and len(payload) == 2
 
 
+@run_by(on_streams)
 def test_tensors_of_a_captured_asynchronous_call_are_torchs_allocators_to_keep(
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: Any, log: fake_cuda.Log, told: Told, /
 ) -> None:
     """An event of a capture cannot be asked whether it has passed."""
-
-    def main(group: local.ThreadGroup) -> None:
-        x, idx, _ = inputs(0)
-        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, 1, E)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
-            for is_capturing in (True, False, True):
-                recorded.clear()
-                log.capturing.clear()
-                if is_capturing:
-                    log.capturing.add(log.current)
-                payload, _, handle, event, _ = buffer.low_latency_dispatch(
-                    x, idx, M, E, async_finish=True
-                )
-                event.current_stream_wait()
-                tensors = {each.data_ptr() for each in (*payload, handle.metadata, x, idx)}
-                assert set(recorded) == (tensors if is_capturing else set())
-                assert isinstance(event.event, TensorsEvent) != is_capturing
-            log.capturing.clear()
-
-    recorded: list[int] = []
-    with fake_cuda.installed() as log:
-        monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr())
-        )
-        local.run(main, 1, timeout_s=60)
+    x, idx, _ = inputs(0)
+    for is_capturing in (True, False, True):
+        told.clear()
+        log.capturing.clear()
+        if is_capturing:
+            log.capturing.add(log.current)
+        payload, _, handle, event, _ = buffer.low_latency_dispatch(x, idx, M, E, async_finish=True)
+        event.current_stream_wait()
+        tensors = {each.data_ptr() for each in (*payload, handle.metadata, x, idx)}
+        assert {address for address, _ in told} == (tensors if is_capturing else set())
+        assert isinstance(event.event, TensorsEvent) != is_capturing
+    log.capturing.clear()
 
 
-def test_forms_of_every_option_are_counted() -> None:
+@run_by(on_ranks, 1)
+def test_forms_of_every_option_are_counted(buffer: Any, rank: int, /) -> None:
     """One plan serves every kind of combine of its shape; nothing grows with calls."""
-
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
-        buffer.get_next_low_latency_combine_buffer(handle)
-        rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-        for use_logfmt, async_finish in itertools.product((False, True), repeat=2):
-            buffer.low_latency_combine(
-                rows, idx, weights, handle, use_logfmt=use_logfmt, async_finish=async_finish
-            )
-        assert buffer._low_latency.num_forms == 1
-
-    on_ranks(body, 1)
+    x, idx, weights = inputs(rank)
+    handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
+    buffer.get_next_low_latency_combine_buffer(handle)
+    rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+    for use_logfmt, async_finish in itertools.product((False, True), repeat=2):
+        buffer.low_latency_combine(
+            rows, idx, weights, handle, use_logfmt=use_logfmt, async_finish=async_finish
+        )
+    assert buffer._low_latency.num_forms == 1

@@ -12,6 +12,7 @@ import pytest
 import torch
 from low_latency import LowLatencyCase, Range, run_case, verify
 from on_buffers import on_buffers
+from run_by import run_by
 from schedules import on_threads, run_seeds, some_of
 
 import deep_comm
@@ -160,16 +161,14 @@ def test_tiles_lie_as_block_scaled_products_read_them() -> None:
         ({"use_nvfp4": True, "round_scale": True, "use_ue8m0": True}, "use_ue8m0"),
     ],
 )
-def test_a_bad_argument_is_named(options: dict, name: str) -> None:
-    def fn(buffer):
-        x, idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
-        with pytest.raises(deep_comm.ArgumentError) as caught:
-            buffer.low_latency_dispatch(x, idx, 8, 1, **options)
-        assert caught.value.argument == name
-        with pytest.raises(deep_comm.ArgumentError, match="multiple of 64"):
-            buffer.low_latency_dispatch(x[:, :32].contiguous(), idx, 8, 1, use_nvfp4=True)
-
-    on_buffers(fn, 1, 0, 1 << 20, low_latency_mode=True)
+@run_by(on_buffers, 1, 0, 1 << 20, low_latency_mode=True)
+def test_a_bad_argument_is_named(buffer, /, options: dict, name: str) -> None:
+    x, idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
+    with pytest.raises(deep_comm.ArgumentError) as caught:
+        buffer.low_latency_dispatch(x, idx, 8, 1, **options)
+    assert caught.value.argument == name
+    with pytest.raises(deep_comm.ArgumentError, match="multiple of 64"):
+        buffer.low_latency_dispatch(x[:, :32].contiguous(), idx, 8, 1, use_nvfp4=True)
 
 
 def test_formats_take_turns_on_one_buffer() -> None:

@@ -22,6 +22,7 @@ from absent import (
     verify_survivors,
 )
 from cases import Case, without_absent
+from run_by import run_by
 from schedules import some_of
 
 from deep_comm import Buffer, ExpertParallel, local, simulate
@@ -205,22 +206,20 @@ def test_ranks_that_name_different_ranks_are_told() -> None:
     local.run(main, 4, timeout_s=60)
 
 
-def test_a_rank_that_is_not_named_and_does_not_come_is_named() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with open_buffer(group, EIGHT, 0.3, device="cpu") as buffer:
-            if buffer.rank > 1:
-                return group.barrier()
-            with pytest.raises(PeerTimeout, match="in reset") as caught:
+@run_by(local.run, 4, timeout_s=60)
+def test_a_rank_that_is_not_named_and_does_not_come_is_named(group: local.ThreadGroup, /) -> None:
+    with open_buffer(group, EIGHT, 0.3, device="cpu") as buffer:
+        if buffer.rank > 1:
+            return group.barrier()
+        with pytest.raises(PeerTimeout, match="in reset") as caught:
+            buffer.reset(without=[3])
+        assert caught.value.peer in (1 - buffer.rank, 2)
+        if buffer.rank == 0:  # has tried once more than the other one
+            with pytest.raises(PeerTimeout, match="in reset"):
                 buffer.reset(without=[3])
-            assert caught.value.peer in (1 - buffer.rank, 2)
-            if buffer.rank == 0:  # has tried once more than the other one
-                with pytest.raises(PeerTimeout, match="in reset"):
-                    buffer.reset(without=[3])
-            group.barrier()
-            buffer.reset(without=[2, 3])
-            dispatch_some(buffer)
-
-    local.run(main, 4, timeout_s=60)
+        group.barrier()
+        buffer.reset(without=[2, 3])
+        dispatch_some(buffer)
 
 
 @pytest.mark.parametrize("faults", [(), ("keep_proposal",)])
@@ -263,31 +262,27 @@ def test_ranks_may_try_again_under_every_schedule() -> None:
         simulate.run(main, 4, seed, on_stuck="clock", timeout_s=60)
 
 
-def test_arguments() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with open_buffer(group, EIGHT, 5.0, device="cpu") as buffer:
-            other = 1 - buffer.rank
-            for wrong in ([buffer.rank], [-1], [2], ["1"], [True], 1, [other, 7]):
-                with pytest.raises(ArgumentError, match="without"):
-                    buffer.reset(without=wrong)  # type: ignore[arg-type]
-            dispatch_some(buffer)  # nothing has happened
-            buffer.reset(without=[])
-            dispatch_some(buffer)
-        with pytest.raises(BufferDestroyed):
-            buffer.reset(without=[other])
-
-    local.run(main, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_arguments(group: local.ThreadGroup, /) -> None:
+    with open_buffer(group, EIGHT, 5.0, device="cpu") as buffer:
+        other = 1 - buffer.rank
+        for wrong in ([buffer.rank], [-1], [2], ["1"], [True], 1, [other, 7]):
+            with pytest.raises(ArgumentError, match="without"):
+                buffer.reset(without=wrong)  # type: ignore[arg-type]
+        dispatch_some(buffer)  # nothing has happened
+        buffer.reset(without=[])
+        dispatch_some(buffer)
+    with pytest.raises(BufferDestroyed):
+        buffer.reset(without=[other])
 
 
-def test_two_nodes_are_refused_by_name() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with (
-            Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=2) as buffer,
-            pytest.raises(UnsupportedError, match="inside one node"),
-        ):
-            buffer.reset(without=[(buffer.rank + 1) % 4])
-
-    local.run(main, 4, timeout_s=60)
+@run_by(local.run, 4, timeout_s=60)
+def test_two_nodes_are_refused_by_name(group: local.ThreadGroup, /) -> None:
+    with (
+        Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=2) as buffer,
+        pytest.raises(UnsupportedError, match="inside one node"),
+    ):
+        buffer.reset(without=[(buffer.rank + 1) % 4])
 
 
 def test_a_layout_of_before_leaves_the_absent_rank_out() -> None:

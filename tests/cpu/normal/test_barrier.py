@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import schedules
 import torch
+from run_by import run_by
 
 import deep_comm
 from deep_comm import errors, local
@@ -100,22 +101,19 @@ def test_a_rank_that_does_not_come_is_named(ranks_per_node: int | None) -> None:
         assert isinstance(ended[rank], errors.PeerTimeout) and ended[rank].peer == 1, ended
 
 
-def test_it_counts_as_a_call_among_others() -> None:
+@run_by(local.run, 3, timeout_s=60)
+def test_it_counts_as_a_call_among_others(group: Any, /) -> None:
     """Generations go on: rows of calls before and after it are right."""
-
-    def fn(group: Any) -> None:
-        rank = group.rank()
-        with deep_comm.Buffer(group, 4 << 20, device="cpu") as buffer:
-            for number in range(4):
-                x = torch.full((5, 64), float(10 * rank + number), dtype=torch.bfloat16)
-                idx = torch.full((5, 1), (rank + 1) % 3)
-                recv_x, *_, handle, _ = buffer.dispatch(
-                    x, topk_idx=idx, topk_weights=torch.ones(5, 1), num_experts=3
-                )
-                buffer.barrier()
-                assert (recv_x == float(10 * ((rank - 1) % 3) + number)).all()
-                combined, _, _ = buffer.combine(recv_x, handle)
-                buffer.barrier()
-                assert torch.equal(combined, x)
-
-    local.run(fn, 3, timeout_s=60)
+    rank = group.rank()
+    with deep_comm.Buffer(group, 4 << 20, device="cpu") as buffer:
+        for number in range(4):
+            x = torch.full((5, 64), float(10 * rank + number), dtype=torch.bfloat16)
+            idx = torch.full((5, 1), (rank + 1) % 3)
+            recv_x, *_, handle, _ = buffer.dispatch(
+                x, topk_idx=idx, topk_weights=torch.ones(5, 1), num_experts=3
+            )
+            buffer.barrier()
+            assert (recv_x == float(10 * ((rank - 1) % 3) + number)).all()
+            combined, _, _ = buffer.combine(recv_x, handle)
+            buffer.barrier()
+            assert torch.equal(combined, x)

@@ -11,6 +11,7 @@ import fake_cuda
 import pytest
 import torch
 from on_buffers import on_buffers
+from run_by import run_by
 from schedules import some_of
 from small_calls import E, R, T, inputs, on_normal
 
@@ -136,20 +137,16 @@ def test_schedules_of_more_blocks_than_channels(num_bytes: int, model: None) -> 
         simulate.run(main, 3, seed, timeout_s=60)
 
 
-def test_a_rank_that_stays_away_is_named(model: None) -> None:
-    def main(buffer: deep_comm.Buffer) -> None:
-        x, idx, weights = inputs(buffer.rank, 3)
-        rows, _, _, _, handle, _ = buffer.dispatch(
-            x, topk_idx=idx, topk_weights=weights, num_experts=E
-        )
-        if buffer.rank == 0:
-            return
-        with pytest.raises(deep_comm.PeerTimeout) as raised:
-            buffer.combine(rows, handle)
-            buffer.combine(rows, handle)
-        assert raised.value.peer == 0
-
-    on_buffers(main, R, 8 << 20, num_direct_bytes=4 << 20, timeout_s=1)
+@run_by(on_buffers, R, 8 << 20, num_direct_bytes=4 << 20, timeout_s=1)
+def test_a_rank_that_stays_away_is_named(buffer: deep_comm.Buffer, /, model: None) -> None:
+    x, idx, weights = inputs(buffer.rank, 3)
+    rows, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)
+    if buffer.rank == 0:
+        return
+    with pytest.raises(deep_comm.PeerTimeout) as raised:
+        buffer.combine(rows, handle)
+        buffer.combine(rows, handle)
+    assert raised.value.peer == 0
 
 
 def test_the_model_stops_where_its_gain_is_worth_less_than_the_tolerance() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from on_buffers import on_buffers
+from run_by import run_by
 
 import deep_comm
 from deep_comm import (
@@ -216,23 +217,21 @@ def test_combine_names_a_bad_argument_and_launches_nothing(name: str) -> None:
     _alone(body)
 
 
-def test_layout_names_a_bad_argument() -> None:
-    def body(buffer: Buffer) -> None:
-        idx = _inputs()["topk_idx"]
-        for value, experts, argument in (
-            (idx.float(), E, "topk_idx"),
-            (idx[0], E, "topk_idx"),
-            (idx[:, :0], E, "topk_idx"),
-            (idx.t().contiguous().t(), E, "topk_idx"),
-            (None, E, "topk_idx"),
-            (idx, 0, "num_experts"),
-            (idx, 33, "num_experts"),
-            (idx, 4.0, "num_experts"),
-        ):
-            call = lambda v=value, e=experts: buffer.get_dispatch_layout(v, e)
-            _require_refusal(buffer, call, argument)
-
-    _alone(body, num_max_experts=32)
+@run_by(_alone, num_max_experts=32)
+def test_layout_names_a_bad_argument(buffer: Buffer, /) -> None:
+    idx = _inputs()["topk_idx"]
+    for value, experts, argument in (
+        (idx.float(), E, "topk_idx"),
+        (idx[0], E, "topk_idx"),
+        (idx[:, :0], E, "topk_idx"),
+        (idx.t().contiguous().t(), E, "topk_idx"),
+        (None, E, "topk_idx"),
+        (idx, 0, "num_experts"),
+        (idx, 33, "num_experts"),
+        (idx, 4.0, "num_experts"),
+    ):
+        call = lambda v=value, e=experts: buffer.get_dispatch_layout(v, e)
+        _require_refusal(buffer, call, argument)
 
 
 def test_as_many_experts_as_a_block_has_counters_for() -> None:
@@ -252,45 +251,41 @@ def test_as_many_experts_as_a_block_has_counters_for() -> None:
 
 
 @pytest.mark.parametrize("bad", [E, E + 100, -2, 2**40])
-def test_an_expert_index_out_of_range_is_named_with_its_place(bad: int) -> None:
-    def body(buffer: Buffer) -> None:
-        idx = _inputs()["topk_idx"]
-        idx[3, 1] = bad
-        with pytest.raises(ExpertIndexError) as caught:
-            buffer.get_dispatch_layout(idx, E)
-        assert (caught.value.rank, caught.value.position) == (0, 3 * K + 1)
-        assert "topk_idx[3, 1]" in str(caught.value)
-        assert caught.value.num_experts == E
-        _require_working(buffer)
-
-    _alone(body)
+@run_by(_alone)
+def test_an_expert_index_out_of_range_is_named_with_its_place(buffer: Buffer, /, bad: int) -> None:
+    idx = _inputs()["topk_idx"]
+    idx[3, 1] = bad
+    with pytest.raises(ExpertIndexError) as caught:
+        buffer.get_dispatch_layout(idx, E)
+    assert (caught.value.rank, caught.value.position) == (0, 3 * K + 1)
+    assert "topk_idx[3, 1]" in str(caught.value)
+    assert caught.value.num_experts == E
+    _require_working(buffer)
 
 
-def test_a_handle_is_refused_for_another_token_count_channel_count_or_group() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        given = _inputs()
-        buffer = Buffer(group, 1 << 20, device="cpu")
-        pair = Buffer(group.subgroup([0, 1]), 1 << 20, device="cpu") if group.rank() < 2 else None
-        _, _, _, _, handle, _ = buffer.dispatch(**given, num_experts=E)
-        more = torch.zeros(T + 1, H)
-        error = _require_refusal(
-            buffer, lambda: buffer.dispatch(more, handle), "handle", "6 tokens"
-        )
-        assert isinstance(error, HandleMismatch)
-        x = given["x"]
-        config = Config(4, 1, 1)
-        _require_refusal(
-            buffer, lambda: buffer.dispatch(x, handle, config=config), "handle", "1 channels"
-        )
-        if pair is not None:
-            _require_refusal(pair, lambda: pair.dispatch(x, handle), "handle", "3 ranks")
-        for name in ("topk_idx", "topk_weights"):
-            call = lambda n=name: buffer.dispatch(x, handle, **{n: given[n]})
-            _require_refusal(buffer, call, name)
-        group.barrier()
-        buffer.dispatch(x, handle)
-
-    local.run(main, 3)
+@run_by(local.run, 3)
+def test_a_handle_is_refused_for_another_token_count_channel_count_or_group(
+    group: local.ThreadGroup, /
+) -> None:
+    given = _inputs()
+    buffer = Buffer(group, 1 << 20, device="cpu")
+    pair = Buffer(group.subgroup([0, 1]), 1 << 20, device="cpu") if group.rank() < 2 else None
+    _, _, _, _, handle, _ = buffer.dispatch(**given, num_experts=E)
+    more = torch.zeros(T + 1, H)
+    error = _require_refusal(buffer, lambda: buffer.dispatch(more, handle), "handle", "6 tokens")
+    assert isinstance(error, HandleMismatch)
+    x = given["x"]
+    config = Config(4, 1, 1)
+    _require_refusal(
+        buffer, lambda: buffer.dispatch(x, handle, config=config), "handle", "1 channels"
+    )
+    if pair is not None:
+        _require_refusal(pair, lambda: pair.dispatch(x, handle), "handle", "3 ranks")
+    for name in ("topk_idx", "topk_weights"):
+        call = lambda n=name: buffer.dispatch(x, handle, **{n: given[n]})
+        _require_refusal(buffer, call, name)
+    group.barrier()
+    buffer.dispatch(x, handle)
 
 
 def test_a_buffer_that_is_too_small_says_how_many_bytes_would_do() -> None:
@@ -310,16 +305,14 @@ def test_a_buffer_that_is_too_small_says_how_many_bytes_would_do() -> None:
     assert _alone(body, num_nvl_bytes=needed - 1) == needed
 
 
-def test_a_given_config_that_does_not_fit_is_not_shrunk() -> None:
-    def body(buffer: Buffer) -> None:
-        given = _inputs()
-        layout = _layout(buffer, given["topk_idx"])
-        with pytest.raises(BufferTooSmall) as caught:
-            buffer.dispatch(**given, **layout, config=Config(2, 6, 256))
-        assert caught.value.needed_bytes > buffer.num_nvl_bytes
-        _require_working(buffer)
-
-    _alone(body, num_nvl_bytes=4096)
+@run_by(_alone, num_nvl_bytes=4096)
+def test_a_given_config_that_does_not_fit_is_not_shrunk(buffer: Buffer, /) -> None:
+    given = _inputs()
+    layout = _layout(buffer, given["topk_idx"])
+    with pytest.raises(BufferTooSmall) as caught:
+        buffer.dispatch(**given, **layout, config=Config(2, 6, 256))
+    assert caught.value.needed_bytes > buffer.num_nvl_bytes
+    _require_working(buffer)
 
 
 @pytest.mark.parametrize(
@@ -351,13 +344,11 @@ def test_the_constructor_names_a_bad_argument(options: dict[str, Any], argument:
     assert caught.value.argument == argument
 
 
-def test_a_misspelt_keyword_is_an_error_of_the_buffer() -> None:
-    def body(buffer: Buffer) -> None:
-        for call in (buffer.dispatch, buffer.combine, buffer.low_latency_combine):
-            with pytest.raises(TypeError, match=rf"Buffer\.{call.__name__}\(\) got .*'hande'"):
-                call(None, hande=None)
-
-    _alone(body)
+@run_by(_alone)
+def test_a_misspelt_keyword_is_an_error_of_the_buffer(buffer: Buffer, /) -> None:
+    for call in (buffer.dispatch, buffer.combine, buffer.low_latency_combine):
+        with pytest.raises(TypeError, match=rf"Buffer\.{call.__name__}\(\) got .*'hande'"):
+            call(None, hande=None)
 
 
 @pytest.mark.parametrize("new_num_sms", [0, 2.5, "24"])
@@ -383,20 +374,18 @@ def test_a_buffer_needs_a_group_or_a_communicator() -> None:
         assert caught.value.argument == "group"
 
 
-def test_a_gradient_that_is_lost_is_warned_of() -> None:
-    def body(buffer: Buffer) -> None:
-        given = _inputs()
-        options = {"topk_idx": given["topk_idx"], "num_experts": E}
-        x = given["x"].requires_grad_()
-        with pytest.warns(UserWarning, match=r"Buffer\.dispatch has no gradient"):
-            recv_x, *_, handle, _ = buffer.dispatch(x, **options)
-        with pytest.warns(UserWarning, match=r"Buffer\.combine has no gradient"):
-            buffer.combine(recv_x.detach().requires_grad_(), handle)
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("error")
-            buffer.dispatch(x, **options)
-
-    _alone(body)
+@run_by(_alone)
+def test_a_gradient_that_is_lost_is_warned_of(buffer: Buffer, /) -> None:
+    given = _inputs()
+    options = {"topk_idx": given["topk_idx"], "num_experts": E}
+    x = given["x"].requires_grad_()
+    with pytest.warns(UserWarning, match=r"Buffer\.dispatch has no gradient"):
+        recv_x, *_, handle, _ = buffer.dispatch(x, **options)
+    with pytest.warns(UserWarning, match=r"Buffer\.combine has no gradient"):
+        buffer.combine(recv_x.detach().requires_grad_(), handle)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        buffer.dispatch(x, **options)
 
 
 def test_groups_that_do_not_fit_are_refused_on_every_rank() -> None:
@@ -409,28 +398,26 @@ def test_groups_that_do_not_fit_are_refused_on_every_rank() -> None:
         assert all(isinstance(error, TopologyError) and text in str(error) for error in errors)
 
 
-def test_use_after_destroy_is_refused_everywhere() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        buffer = Buffer(group, 1 << 20, device="cpu", explicitly_destroy=True)
-        given = _inputs()
-        recv_x, _, _, _, handle, _ = buffer.dispatch(**given, num_experts=E)
-        buffer.destroy()
-        buffer.destroy()
-        assert buffer.runtime is None
-        for call in (
-            lambda: buffer.get_dispatch_layout(given["topk_idx"], E),
-            lambda: buffer.dispatch(**given, num_experts=E),
-            lambda: buffer.dispatch(given["x"], handle),
-            lambda: buffer.combine(recv_x, handle),
-            lambda: buffer.get_local_buffer_tensor(torch.int8),
-            buffer.get_comm_stream,
-            buffer.reset,
-            buffer.check,
-        ):
-            with pytest.raises(BufferDestroyed):
-                call()
-
-    local.run(main, 1)
+@run_by(local.run, 1)
+def test_use_after_destroy_is_refused_everywhere(group: local.ThreadGroup, /) -> None:
+    buffer = Buffer(group, 1 << 20, device="cpu", explicitly_destroy=True)
+    given = _inputs()
+    recv_x, _, _, _, handle, _ = buffer.dispatch(**given, num_experts=E)
+    buffer.destroy()
+    buffer.destroy()
+    assert buffer.runtime is None
+    for call in (
+        lambda: buffer.get_dispatch_layout(given["topk_idx"], E),
+        lambda: buffer.dispatch(**given, num_experts=E),
+        lambda: buffer.dispatch(given["x"], handle),
+        lambda: buffer.combine(recv_x, handle),
+        lambda: buffer.get_local_buffer_tensor(torch.int8),
+        buffer.get_comm_stream,
+        buffer.reset,
+        buffer.check,
+    ):
+        with pytest.raises(BufferDestroyed):
+            call()
 
 
 def test_every_error_is_a_deep_comm_error() -> None:

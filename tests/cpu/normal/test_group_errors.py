@@ -7,6 +7,7 @@ from cases import Case
 from disagreeing import tokens
 from on_buffers import on_buffers
 from roundtrip import run_case, verify
+from run_by import run_by
 
 import deep_comm
 from deep_comm import errors, local, simulate
@@ -21,6 +22,18 @@ def each_rank(change, *, num_ranks: int = 3, timeout_s: float = 20.0) -> list:
         return buffer.dispatch(**arguments)
 
     return on_buffers(fn, num_ranks, 4 << 20, return_errors=True, timeout_s=timeout_s)
+
+
+def on_pair(fn, ranks_per_node: int | None, direct_bytes: int) -> None:
+    options = dict(ranks_per_node=ranks_per_node, num_direct_bytes=direct_bytes)
+    on_buffers(fn, 2, 4 << 20, 4 << 20, timeout_s=20, **options)
+
+
+def require_received(received: tuple, expected: tuple) -> None:
+    """The same rows, selections, weights and counts."""
+    for got, want in zip(received[:3], expected[:3], strict=True):
+        assert torch.equal(got, want)
+    assert received[3] == expected[3]
 
 
 CONFIG = deep_comm.Config(2, 1, 2, 1, 2)
@@ -63,13 +76,11 @@ def test_ranks_that_call_different_operations_are_told_which() -> None:
 
 
 @pytest.mark.parametrize(("ranks_per_node", "deviant"), [(1, 1), (2, 0), (2, 3)])
+@run_by(local.run, 4, timeout_s=120)
 def test_ranks_of_several_nodes_that_call_different_operations_are_told_which(
-    ranks_per_node: int, deviant: int
+    group: local.ThreadGroup, /, ranks_per_node: int, deviant: int
 ) -> None:
-    def main(group: local.ThreadGroup) -> None:
-        disagreeing.call_different_operations(group, deviant=deviant, ranks_per_node=ranks_per_node)
-
-    local.run(main, 4, timeout_s=120)
+    disagreeing.call_different_operations(group, deviant=deviant, ranks_per_node=ranks_per_node)
 
 
 def test_two_threads_cannot_be_in_one_buffer() -> None:
@@ -93,15 +104,7 @@ def test_weights_travel_on_all_ranks_or_on_none(
             with pytest.raises(errors.ConfigMismatch, match="topk_weights"):
                 buffer.dispatch(**arguments)
 
-    on_buffers(
-        fn,
-        2,
-        4 << 20,
-        4 << 20,
-        timeout_s=20,
-        ranks_per_node=ranks_per_node,
-        num_direct_bytes=direct_bytes,
-    )
+    on_pair(fn, ranks_per_node, direct_bytes)
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
@@ -144,43 +147,29 @@ def test_counts_of_a_caller_that_contradict_its_mask_move_nothing_else(
                 **given, num_tokens_per_rank=layout[0] + change,
                 num_tokens_per_expert=layout[2], is_token_in_rank=layout[3],
             )  # fmt: skip
-            for got, want in zip(received[:3], expected[:3], strict=True):
-                assert torch.equal(got, want)
-            assert received[3] == expected[3]
+            require_received(received, expected)
             y = buffer.combine(received[0], received[4])[0]
             assert torch.equal(y, given["x"])
 
-    on_buffers(
-        fn,
-        2,
-        4 << 20,
-        4 << 20,
-        timeout_s=20,
-        ranks_per_node=ranks_per_node,
-        num_direct_bytes=direct_bytes,
-    )
+    on_pair(fn, ranks_per_node, direct_bytes)
 
 
 @pytest.mark.parametrize("change", [-1, 1])
+@run_by(on_buffers, 2, 4 << 20, timeout_s=20, num_direct_bytes=2 << 20)
 def test_expanded_rows_are_counted_by_the_choices_whatever_a_caller_has_counted(
-    change: int,
+    buffer, /, change: int
 ) -> None:
-    def fn(buffer):
-        given = tokens(5, 6)
-        expected = buffer.dispatch(**given, expand=True)
-        layout = buffer.get_dispatch_layout(given["topk_idx"], given.pop("num_experts"))
-        for _ in range(3):
-            received = buffer.dispatch(
-                **given, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
-                num_tokens_per_expert=layout[2] + change, expand=True,
-            )  # fmt: skip
-            for got, want in zip(received[:3], expected[:3], strict=True):
-                assert torch.equal(got, want)
-            assert received[3] == expected[3]
-            rows = received[4].expansion.recv_rows
-            assert torch.equal(rows, expected[4].expansion.recv_rows)
-
-    on_buffers(fn, 2, 4 << 20, timeout_s=20, num_direct_bytes=2 << 20)
+    given = tokens(5, 6)
+    expected = buffer.dispatch(**given, expand=True)
+    layout = buffer.get_dispatch_layout(given["topk_idx"], given.pop("num_experts"))
+    for _ in range(3):
+        received = buffer.dispatch(
+            **given, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
+            num_tokens_per_expert=layout[2] + change, expand=True,
+        )  # fmt: skip
+        require_received(received, expected)
+        rows = received[4].expansion.recv_rows
+        assert torch.equal(rows, expected[4].expansion.recv_rows)
 
 
 def test_ranks_may_align_their_counts_differently() -> None:
@@ -297,18 +286,16 @@ def test_buffer_goes_on_after_reset() -> None:
     verify(case, on_buffers(fn, 3, 4 << 20, timeout_s=2.0))
 
 
-def test_a_failed_buffer_says_so_until_it_is_reset() -> None:
-    def fn(buffer):
-        if buffer.rank == 0:
-            with pytest.raises(errors.PeerTimeout):
-                buffer.dispatch(**tokens(5, 6))
-            launches = buffer.runtime.num_launches
-            with pytest.raises(errors.DeepCommError):
-                buffer.dispatch(**tokens(5, 6))
-            assert buffer.runtime.num_launches - launches <= 2
-        buffer.group.barrier()
-
-    on_buffers(fn, 2, 4 << 20, timeout_s=2.0)
+@run_by(on_buffers, 2, 4 << 20, timeout_s=2.0)
+def test_a_failed_buffer_says_so_until_it_is_reset(buffer, /) -> None:
+    if buffer.rank == 0:
+        with pytest.raises(errors.PeerTimeout):
+            buffer.dispatch(**tokens(5, 6))
+        launches = buffer.runtime.num_launches
+        with pytest.raises(errors.DeepCommError):
+            buffer.dispatch(**tokens(5, 6))
+        assert buffer.runtime.num_launches - launches <= 2
+    buffer.group.barrier()
 
 
 def test_one_rank_that_raises_does_not_hang_the_others() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from on_buffers import on_buffers
+from run_by import run_by
 
 import deep_comm
 from deep_comm import ArgumentError, Handle, HandleMismatch, local
@@ -161,28 +162,24 @@ def test_a_handle_can_be_saved_and_copied(num_nvl_bytes: int, expand: bool) -> N
 
 
 @pytest.mark.parametrize("expand", [False, True])
-def test_another_buffer_of_the_group_takes_a_handle(expand: bool) -> None:
-    def rank_main(group: Any) -> None:
-        options = dict(device="cpu", timeout_s=20)
-        with deep_comm.Buffer(group, 4 << 20, **options) as one:
-            with deep_comm.Buffer(group, 4 << 20, **options) as other:
-                x, rows, handle = _dispatched(one, expand)
-                given = dataclasses.replace(handle)
-                for buffer in (other, one, other):
-                    for each in (handle, given):
-                        assert torch.equal(buffer.combine(rows, each)[0], x)
-                        assert torch.equal(buffer.dispatch(x, handle=each)[0], rows)
-
-    local.run(rank_main, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_another_buffer_of_the_group_takes_a_handle(group: Any, /, expand: bool) -> None:
+    options = dict(device="cpu", timeout_s=20)
+    with deep_comm.Buffer(group, 4 << 20, **options) as one:
+        with deep_comm.Buffer(group, 4 << 20, **options) as other:
+            x, rows, handle = _dispatched(one, expand)
+            given = dataclasses.replace(handle)
+            for buffer in (other, one, other):
+                for each in (handle, given):
+                    assert torch.equal(buffer.combine(rows, each)[0], x)
+                    assert torch.equal(buffer.dispatch(x, handle=each)[0], rows)
 
 
-def test_tensors_of_a_handle_outlive_the_buffer() -> None:
-    def rank_main(group: Any) -> None:
-        buffer = deep_comm.Buffer(group, 160 << 20, device="cpu", timeout_s=20)
-        handle = _dispatched(buffer, True)[2]
-        buffer.destroy()
-        assert handle.num_recv_tokens_tensor.tolist() == [handle.num_recv_tokens]
-        assert handle.expansion.expert_counts.sum() == handle.expansion.num_rows
-        assert handle.recv_src_idx.shape == (handle.num_recv_tokens,)
-
-    local.run(rank_main, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_tensors_of_a_handle_outlive_the_buffer(group: Any, /) -> None:
+    buffer = deep_comm.Buffer(group, 160 << 20, device="cpu", timeout_s=20)
+    handle = _dispatched(buffer, True)[2]
+    buffer.destroy()
+    assert handle.num_recv_tokens_tensor.tolist() == [handle.num_recv_tokens]
+    assert handle.expansion.expert_counts.sum() == handle.expansion.num_rows
+    assert handle.recv_src_idx.shape == (handle.num_recv_tokens,)

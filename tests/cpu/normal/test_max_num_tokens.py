@@ -7,6 +7,7 @@ import forked
 import pytest
 import torch
 from on_buffers import on_buffers
+from run_by import run_by
 
 import deep_comm
 from deep_comm import PeerTimeout, local, simulate
@@ -89,21 +90,19 @@ def test_a_dispatch_in_worst_case_mode_does_not_wait_and_does_not_know() -> None
     assert on_buffers(main, 2, 1 << 18, timeout_s=30) == [None, None]
 
 
-def test_asking_without_a_report_and_a_silent_peer_are_errors() -> None:
-    def main(buffer: deep_comm.Buffer) -> None:
-        with pytest.raises(ValueError, match="asked to report"):
+@run_by(on_buffers, 2, 1 << 18, NUM_RDMA_BYTES, low_latency_mode=True, timeout_s=0.3)
+def test_asking_without_a_report_and_a_silent_peer_are_errors(buffer: deep_comm.Buffer, /) -> None:
+    with pytest.raises(ValueError, match="asked to report"):
+        buffer.wait_low_latency_num_tokens()
+    buffer.group.barrier()
+    if buffer.rank == 0:
+        x, idx, weights = _inputs(3)
+        with pytest.raises(PeerTimeout) as caught:
+            buffer.low_latency_dispatch(
+                x, idx, MAX_TOKENS, EXPERTS, use_fp8=False, topk_weights=weights,
+                report_num_tokens=True,
+            )  # fmt: skip
+        assert caught.value.peer == 1
+        with pytest.raises(PeerTimeout):
             buffer.wait_low_latency_num_tokens()
-        buffer.group.barrier()
-        if buffer.rank == 0:
-            x, idx, weights = _inputs(3)
-            with pytest.raises(PeerTimeout) as caught:
-                buffer.low_latency_dispatch(
-                    x, idx, MAX_TOKENS, EXPERTS, use_fp8=False, topk_weights=weights,
-                    report_num_tokens=True,
-                )  # fmt: skip
-            assert caught.value.peer == 1
-            with pytest.raises(PeerTimeout):
-                buffer.wait_low_latency_num_tokens()
-        buffer.group.barrier()
-
-    on_buffers(main, 2, 1 << 18, NUM_RDMA_BYTES, low_latency_mode=True, timeout_s=0.3)
+    buffer.group.barrier()

@@ -11,6 +11,7 @@ import pytest
 import roundtrip
 import torch
 from layer_cases import expert
+from run_by import run_by
 from schedules import some_of
 
 import deep_comm
@@ -44,96 +45,85 @@ def layer_over(group: Any, ranks_per_node: int | None, **options: Any) -> Any:
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
+@run_by(local.run, 2, timeout_s=60)
 def test_a_low_latency_call_waits_for_no_counts_whatever_way_it_goes(
-    kind: str, ranks_per_node: int | None
+    group: Any, /, kind: str, ranks_per_node: int | None
 ) -> None:
     """While a dispatch of normal mode awaits its counts. One rank's argument is no bool."""
-
-    def main(group: Any) -> None:
-        x, idx, weights = tokens(group.rank(), M)
-        with layer_over(group, ranks_per_node, mode="prefill") as layer, torch.no_grad():
-            buffer = layer.buffer
-            expected = layer(x, idx, weights, lambda batch: batch.map(expert))
-            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, E, use_fp8=False)
-            sums = buffer.low_latency_combine(rows, idx, weights, handle)[0]
-            no = 0 if group.rank() == 0 else False
-            with layer.dispatch_async(x, idx, weights) as sent:
-                if kind == "dispatch":
-                    again = buffer.low_latency_dispatch(x, idx, M, E, use_fp8=no)[0]
-                    assert again.shape == rows.shape
-                else:
-                    again = buffer.low_latency_combine(rows, idx, weights, handle, use_logfmt=no)[0]
-                    assert torch.equal(again, sums)
-            batch = sent.result()
-            assert torch.equal(layer.combine(batch, batch.map(expert)), expected)
-            buffer.destroy()
-
-    local.run(main, 2, timeout_s=60)
+    x, idx, weights = tokens(group.rank(), M)
+    with layer_over(group, ranks_per_node, mode="prefill") as layer, torch.no_grad():
+        buffer = layer.buffer
+        expected = layer(x, idx, weights, lambda batch: batch.map(expert))
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, E, use_fp8=False)
+        sums = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+        no = 0 if group.rank() == 0 else False
+        with layer.dispatch_async(x, idx, weights) as sent:
+            if kind == "dispatch":
+                again = buffer.low_latency_dispatch(x, idx, M, E, use_fp8=no)[0]
+                assert again.shape == rows.shape
+            else:
+                again = buffer.low_latency_combine(rows, idx, weights, handle, use_logfmt=no)[0]
+                assert torch.equal(again, sums)
+        batch = sent.result()
+        assert torch.equal(layer.combine(batch, batch.map(expert)), expected)
+        buffer.destroy()
 
 
 @pytest.mark.parametrize("mode", ["decode", "auto"])
-def test_decode_steps_are_refused_while_a_rank_is_absent(mode: str) -> None:
+@run_by(local.run, 3, timeout_s=60)
+def test_decode_steps_are_refused_while_a_rank_is_absent(group: Any, /, mode: str) -> None:
     """By name and at once, though the layer was not told."""
-
-    def main(group: Any) -> None:
-        x, idx, weights = tokens(group.rank(), M)
-        with layer_over(group, None, mode=mode) as layer, torch.no_grad():
-            buffer = layer.buffer
-            expected = [layer(x, idx, weights, lambda batch: batch.map(expert)) for _ in range(2)][
-                1
-            ]
-            batch = layer.dispatch(x, idx, weights)
-            if group.rank() < 2:
-                buffer.reset(without=[2])
-                for call in (
-                    lambda: layer(x, idx, weights, lambda batch: batch.map(expert)),
-                    lambda: layer.combine(batch, batch.map(expert)),
-                ):
-                    with pytest.raises(UnsupportedError, match=r"without ranks \[2\]"):
-                        call()
-            buffer.reset()
-            layer.reset()
-            assert torch.equal(layer(x, idx, weights, lambda batch: batch.map(expert)), expected)
-            buffer.destroy()
-
-    local.run(main, 3, timeout_s=60)
+    x, idx, weights = tokens(group.rank(), M)
+    with layer_over(group, None, mode=mode) as layer, torch.no_grad():
+        buffer = layer.buffer
+        expected = [layer(x, idx, weights, lambda batch: batch.map(expert)) for _ in range(2)][1]
+        batch = layer.dispatch(x, idx, weights)
+        if group.rank() < 2:
+            buffer.reset(without=[2])
+            for call in (
+                lambda: layer(x, idx, weights, lambda batch: batch.map(expert)),
+                lambda: layer.combine(batch, batch.map(expert)),
+            ):
+                with pytest.raises(UnsupportedError, match=r"without ranks \[2\]"):
+                    call()
+        buffer.reset()
+        layer.reset()
+        assert torch.equal(layer(x, idx, weights, lambda batch: batch.map(expert)), expected)
+        buffer.destroy()
 
 
 @pytest.mark.parametrize("mode", ["decode", "auto"])
-def test_decode_steps_count_among_the_calls_that_a_waiting_hook_allows(mode: str) -> None:
+@run_by(local.run, 2, timeout_s=60)
+def test_decode_steps_count_among_the_calls_that_a_waiting_hook_allows(
+    group: Any, /, mode: str
+) -> None:
     """One more of the kind, not two: the second would wait for the hook until its deadline."""
-
-    def main(group: Any) -> None:
-        x, idx, weights = tokens(group.rank(), M)
-        with layer_over(group, None, mode=mode) as layer, torch.no_grad():
-            buffer = layer.buffer
-            expected = [layer(x, idx, weights, lambda batch: batch.map(expert)) for _ in range(2)][
-                1
-            ]
-            *_, handle, _, receive = buffer.low_latency_dispatch(
-                x, idx, M, E, use_fp8=False, return_recv_hook=True
-            )
-            batch = layer.dispatch(x, idx, weights)
-            for _ in range(2):
-                with pytest.raises(ArgumentError, match="call the hook of an earlier one first"):
-                    layer.dispatch(x, idx, weights)
-            receive()
-            assert torch.equal(layer.combine(batch, batch.map(expert)), expected)
-
-            _, _, receive = buffer.low_latency_combine(
-                torch.zeros(E // 2, 2 * M, H, dtype=torch.bfloat16), idx, weights, handle,
-                return_recv_hook=True,
-            )  # fmt: skip
-            batch = layer.dispatch(x, idx, weights)
-            rows = batch.map(expert)
-            assert torch.equal(layer.combine(batch, rows), expected)
+    x, idx, weights = tokens(group.rank(), M)
+    with layer_over(group, None, mode=mode) as layer, torch.no_grad():
+        buffer = layer.buffer
+        expected = [layer(x, idx, weights, lambda batch: batch.map(expert)) for _ in range(2)][1]
+        *_, handle, _, receive = buffer.low_latency_dispatch(
+            x, idx, M, E, use_fp8=False, return_recv_hook=True
+        )
+        batch = layer.dispatch(x, idx, weights)
+        for _ in range(2):
             with pytest.raises(ArgumentError, match="call the hook of an earlier one first"):
-                layer.combine(batch, rows)
-            receive()
-            assert torch.equal(layer(x, idx, weights, lambda batch: batch.map(expert)), expected)
-            buffer.destroy()
+                layer.dispatch(x, idx, weights)
+        receive()
+        assert torch.equal(layer.combine(batch, batch.map(expert)), expected)
 
-    local.run(main, 2, timeout_s=60)
+        _, _, receive = buffer.low_latency_combine(
+            torch.zeros(E // 2, 2 * M, H, dtype=torch.bfloat16), idx, weights, handle,
+            return_recv_hook=True,
+        )  # fmt: skip
+        batch = layer.dispatch(x, idx, weights)
+        rows = batch.map(expert)
+        assert torch.equal(layer.combine(batch, rows), expected)
+        with pytest.raises(ArgumentError, match="call the hook of an earlier one first"):
+            layer.combine(batch, rows)
+        receive()
+        assert torch.equal(layer(x, idx, weights, lambda batch: batch.map(expert)), expected)
+        buffer.destroy()
 
 
 @pytest.mark.parametrize("seed", some_of(range(60)))

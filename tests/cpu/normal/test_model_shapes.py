@@ -15,6 +15,6 @@ TOKENS = (3, 0, 5)
 @pytest.mark.parametrize("name", model_shapes.MODELS)
 def test_rows_and_sums_of_a_known_model(name: str) -> None:
     results = local.run(
-        lambda group: model_shapes.run(group, name, TOKENS, "cpu"), len(TOKENS), timeout_s=120
+        lambda group: model_shapes.run(group, "cpu", name, TOKENS), len(TOKENS), timeout_s=120
     )
     model_shapes.verify(name, TOKENS, results)

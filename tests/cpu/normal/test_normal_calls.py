@@ -1,6 +1,6 @@
 """One Buffer's calls where what it knows of earlier ones is wrong, where there is no room, and
-where they are refused: that launches nothing and takes nothing. Calls of all forms and sizes:
-test_random_calls.py, test_mixed_calls.py.
+where they are refused: that launches nothing and takes nothing. Inside a node and between nodes.
+Calls of all forms and sizes: test_random_calls.py, test_mixed_calls.py.
 """
 
 from __future__ import annotations
@@ -10,13 +10,32 @@ from typing import Any
 
 import pytest
 import torch
-from small_calls import CASTS, E, H, Marked, R, T, inputs, layout_of, on_normal, parts_of, to_rank
+from run_by import run_by
+from schedules import some_of
+from small_calls import (
+    CASTS,
+    E,
+    H,
+    K,
+    Marked,
+    R,
+    T,
+    inputs,
+    layout_of,
+    on_normal,
+    parts_of,
+    to_rank,
+)
 from torch import Tensor
 
 import deep_comm
 from deep_comm import reference, simulate
 from deep_comm.errors import BufferDestroyed
 from deep_comm.reference.low_latency import quantise
+
+# Of a Buffer, by tier.
+NODES = dict(num_rdma_bytes=4 << 20, num_direct_bytes=4 << 20, ranks_per_node=1)
+ROOM = {"node": dict(num_direct_bytes=4 << 20), "put": NODES, "stored": NODES}
 
 
 def require_same(got: Tensor, want: Tensor, what: str) -> None:
@@ -27,28 +46,24 @@ def require_same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64])
-def test_layouts(idx_dtype: torch.dtype) -> None:
-    def body(buffer: Any, rank: int) -> None:
-        for num_tokens, num_experts in ((T, E), (0, E), (T, 2 * E), (1, E)):
-            idx = inputs(rank, num_tokens, idx_dtype)[1]
-            per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(
-                idx, num_experts
-            )
-            want = reference.get_dispatch_layout(idx, num_experts, R)
-            assert per_node is None and event.event is None
-            require_same(per_rank, want.num_tokens_per_rank, "per rank")
-            require_same(per_expert, want.num_tokens_per_expert, "per expert")
-            require_same(mask, want.is_token_in_rank, "mask")
-        idx = inputs(rank, T, idx_dtype)[1]
-        idx[1, 0] = E
-        with pytest.raises(deep_comm.ExpertIndexError):
-            buffer.get_dispatch_layout(idx, E)
-        before = sys.getrefcount(idx)
-        for _ in range(20):
-            buffer.get_dispatch_layout(idx, E + 1)
-        assert sys.getrefcount(idx) == before
-
-    on_normal(body)
+@run_by(on_normal)
+def test_layouts(buffer: Any, rank: int, /, idx_dtype: torch.dtype) -> None:
+    for num_tokens, num_experts in ((T, E), (0, E), (T, 2 * E), (1, E)):
+        idx = inputs(rank, num_tokens, idx_dtype)[1]
+        per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(idx, num_experts)
+        want = reference.get_dispatch_layout(idx, num_experts, R)
+        assert per_node is None and event.event is None
+        require_same(per_rank, want.num_tokens_per_rank, "per rank")
+        require_same(per_expert, want.num_tokens_per_expert, "per expert")
+        require_same(mask, want.is_token_in_rank, "mask")
+    idx = inputs(rank, T, idx_dtype)[1]
+    idx[1, 0] = E
+    with pytest.raises(deep_comm.ExpertIndexError):
+        buffer.get_dispatch_layout(idx, E)
+    before = sys.getrefcount(idx)
+    for _ in range(20):
+        buffer.get_dispatch_layout(idx, E + 1)
+    assert sys.getrefcount(idx) == before
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
@@ -154,183 +169,194 @@ def test_what_is_refused_launches_nothing(num_nodes: int) -> None:
     on_normal(body, num_nodes, **sizes)
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_worst_tokens=3 * T), dict(expand=True)])
-def test_after_an_error_of_a_kernel_the_buffer_goes_on(options: dict[str, Any]) -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        given = dict(topk_weights=weights, num_experts=E, **options)
+def failures(buffer: Any, rank: int, expand: bool) -> None:
+    """What notify finds leaves nothing of the dispatch behind it, on any rank."""
+    x, idx, weights = inputs(rank)
+    options = dict(topk_weights=weights, num_experts=E, expand=expand)
+    wide, want = torch.randn(T, 2 * H).bfloat16(), buffer.dispatch(x, topk_idx=idx, **options)
+    counts, wanted = want[3], want[0].clone()
+    del want
+    bounds = 0, 5 * T * (K if expand else 1)
+    for bound in bounds:
+        for rows in (x, wide):
+            buffer.dispatch(rows, topk_idx=idx, num_worst_tokens=bound, **options)
+    free = buffer._context.region.num_free_bytes
+    for step in range(2):
         bad = idx.clone()
-        bad[1, 1] = E
-        want = buffer.dispatch(x, topk_idx=idx, **given)[0].clone()
-        free = buffer._context.region.num_free_bytes
-        for _ in range(2):
+        if rank == step:
+            bad[1, 1] = E
+        for bound in bounds:
             with pytest.raises(deep_comm.ExpertIndexError) as caught:
-                buffer.dispatch(x, topk_idx=bad if rank == 0 else idx, **given)
-            assert (caught.value.rank, caught.value.num_experts) == (0, E)
-            again = buffer.dispatch(x, topk_idx=idx, **given)
-            num = int(again[4].num_recv_tokens_tensor)
-            assert torch.equal(again[0][:num], want[:num]) or "expand" in options
-            del again
-        assert buffer._context.region.num_free_bytes == free
-
-    on_normal(body, num_direct_bytes=1 << 20)
+                buffer.dispatch(x, topk_idx=bad, num_worst_tokens=bound, **options)
+            assert (caught.value.rank, caught.value.num_experts) == (step, E)
+            rows = wide if rank == 1 else x
+            with pytest.raises(deep_comm.ConfigMismatch, match="row_bytes"):
+                buffer.dispatch(rows, topk_idx=idx, num_worst_tokens=bound, **options)
+        again = buffer.dispatch(x, topk_idx=idx, **options)
+        assert again[3] == counts and torch.equal(again[0], wanted)
+        del again
+    assert buffer._context.region.num_free_bytes == free
 
 
 @pytest.mark.parametrize("expand", [False, True])
-def test_more_rows_than_the_bound_are_an_error_where_they_come(expand: bool) -> None:
+@pytest.mark.parametrize("ranks_per_node", [None, 1, 2])
+def test_after_failures_that_notify_finds_the_buffer_goes_on(
+    ranks_per_node: int | None, expand: bool
+) -> None:
+    num_ranks = 2 * (ranks_per_node or 1)
+    sizes = dict(num_direct_bytes=4 << 20, num_rdma_bytes=4 << 20, ranks_per_node=ranks_per_node)
+    on_normal(lambda buffer, rank: failures(buffer, rank, expand), num_ranks, **sizes)
+
+    def main(group: Any) -> None:
+        few = {**sizes, "num_rdma_bytes": 1 << 19, "num_direct_bytes": 1 << 20}
+        with deep_comm.Buffer(group, 2 << 20, device="cpu", timeout_s=20, **few) as buffer:
+            failures(buffer, group.rank(), expand)
+
+    for seed in some_of(range(10)):
+        simulate.run(main, num_ranks, seed, timeout_s=60)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_more_rows_than_the_bound_are_an_error_where_they_come(expand: bool, tier: str) -> None:
     def body(buffer: Any, rank: int) -> None:
         arguments = to_rank(1, 12)
         buffer.dispatch(**arguments, expand=expand, num_worst_tokens=40)
         for _ in range(2):
             if rank == 1:
-                with pytest.raises(deep_comm.CapacityError):
+                with pytest.raises(deep_comm.CapacityError) as caught:
                     buffer.dispatch(**arguments, expand=expand, num_worst_tokens=20)
+                assert (caught.value.needed_rows, caught.value.available_rows) == (24, 20)
             else:
                 buffer.dispatch(**arguments, expand=expand, num_worst_tokens=20)
-        received = buffer.dispatch(**arguments, expand=expand, num_worst_tokens=24)
-        assert int(received[4].num_recv_tokens_tensor) == (24 if rank == 1 else 0)
+            received = buffer.dispatch(**arguments, expand=expand, num_worst_tokens=24)
+            assert int(received[4].num_recv_tokens_tensor) == (24 if rank == 1 else 0)
 
-    on_normal(body, num_direct_bytes=1 << 20)
+    on_normal(body, **ROOM[tier])
 
 
-def wrong_guess(
-    buffer: Any, rank: int, most: int, launches_of: tuple[int, int], **options: Any
-) -> None:
-    """Rank 1 has one token and gets ``most`` more: nobody could tell it before.
-
-    ``launches_of``: a dispatch whose rows could not leave at once, and one as it should be: notify,
-    what numbers rows, a dispatch that left at once, the one that moved, what places rows.
-    """
+def wrong_guess(buffer: Any, rank: int, most: int, **options: Any) -> None:
+    """Rank 1 has one token and gets ``most`` more: nobody could tell it before."""
     free = buffer._context.region.num_free_bytes
     cast = {name: value for name, value in options.items() if name != "expand"}
+    # Notify and a dispatch that left at once; between nodes a layout and counts, too; what numbers
+    # rows and what places them. One more is the dispatch that moved.
+    expected = 2 + 2 * (buffer.num_nodes > 1) + 2 * ("expand" in options)
     buffer.dispatch(**to_rank(1, 1), **options)
-    for launches in launches_of:
+    for launches in (expected + 1, expected):
         before = buffer.runtime.num_launches
         arguments = to_rank(1, most if rank == 0 else 1)
         received = buffer.dispatch(**arguments, **options)
         assert buffer.runtime.num_launches - before == launches
-        got = parts_of(received[0])[0]
+        got, handle = parts_of(received[0])[0], received[4]
         assert len(got) == (most + 1 if rank == 1 else 0)
         if rank == 1:
-            x = to_rank(1, most)["x"]
+            x = torch.cat([to_rank(1, num_tokens)["x"] for num_tokens in (most, 1)])
             rows = quantise(x, cast.get("round_scale", False))[0] if cast else x
-            require_same(got[:most], rows, "rows")
+            require_same(got, rows, "rows")
         assert received[3] == [most + 1 if rank == 1 else 0, 0, 0]
-        assert received[4].num_recv_tokens == len(got)
-        assert received[4].max_num_tokens == most
-        if rank == 1:
+        assert (handle.num_recv_tokens, handle.max_num_tokens) == (len(got), most)
+        assert handle.recv_src_idx.tolist() == [*range(most), 0][: len(got)]
+        if rank == 1 and (buffer.num_nodes == 1 or "expand" not in options):
             assert buffer._context.region.num_free_bytes <= free - got.nbytes
-        again = parts_of(buffer.dispatch(arguments["x"], handle=received[4], **cast)[0])[0]
+        again = parts_of(buffer.dispatch(arguments["x"], handle=handle, **cast)[0])[0]
         require_same(again, got, "rows of a cached dispatch")
         if not cast:
-            assert torch.equal(buffer.combine(again, received[4])[0], arguments["x"])
-        del received, got, again
+            assert torch.equal(buffer.combine(again, handle)[0], arguments["x"])
+        del received, handle, got, again
     assert buffer._context.region.num_free_bytes == free
 
 
 @pytest.mark.parametrize(
-    ("options", "launches"),
-    [
-        ({}, (3, 2)),
-        (dict(expand=True), (5, 4)),
-        *((cast, (3, 2)) for cast in CASTS.values()),
-        (dict(use_fp8=True, expand=True), (5, 4)),
-    ],
+    "options",
+    [{}, dict(expand=True), *CASTS.values(), dict(use_fp8=True, expand=True)],
     ids=["plain", "expanded", *CASTS, "cast-expanded"],
 )
-def test_rows_that_could_not_leave_at_once_are_moved(
-    options: dict[str, Any], launches: tuple[int, int]
-) -> None:
-    on_normal(
-        lambda buffer, rank: wrong_guess(buffer, rank, 40, launches, **options),
-        num_direct_bytes=4 << 20,
-    )
+def test_rows_that_could_not_leave_at_once_are_moved(options: dict[str, Any], tier: str) -> None:
+    on_normal(lambda buffer, rank: wrong_guess(buffer, rank, 40, **options), **ROOM[tier])
 
 
-@pytest.mark.parametrize("expand", [False, True])
-@pytest.mark.parametrize("seed", range(25))
-def test_schedules_of_guesses_that_are_wrong(seed: int, expand: bool) -> None:
+@pytest.mark.parametrize("options", [{}, dict(expand=True)], ids=["plain", "expanded"])
+def test_schedules_of_guesses_that_are_wrong(options: dict[str, Any], tier: str) -> None:
+    sizes = dict(num_direct_bytes=1 << 18, ranks_per_node=ROOM[tier].get("ranks_per_node"))
+
     def main(group: Any) -> None:
         with deep_comm.Buffer(
-            group, 1 << 19, num_direct_bytes=1 << 18, device="cpu", timeout_s=20
+            group, 1 << 19, 1 << 19, device="cpu", timeout_s=20, **sizes
         ) as buffer:
-            launches = (5, 4) if expand else (3, 2)
-            wrong_guess(buffer, group.rank(), 9, launches, expand=expand)
+            wrong_guess(buffer, group.rank(), 9, **options)
 
-    simulate.run(main, R, seed, timeout_s=60)
+    for seed in range(25) if tier == "node" else some_of(range(12)):
+        simulate.run(main, R, seed, timeout_s=60)
 
 
 @pytest.mark.parametrize("cast", [{}, *CASTS.values()], ids=["plain", *CASTS])
-def test_without_room_the_rows_take_the_rings(cast: dict[str, bool]) -> None:
+@run_by(on_normal, num_direct_bytes=1 << 18)
+def test_without_room_the_rows_take_the_rings(
+    buffer: Any, rank: int, /, cast: dict[str, bool]
+) -> None:
     """One rank's region is full, the others' are not; then it is free again."""
+    arguments = {**to_rank(1, 12), **cast}
+    launched = []
 
-    def body(buffer: Any, rank: int) -> None:
-        arguments = {**to_rank(1, 12), **cast}
-        launched = []
+    def dispatch() -> Any:
+        before = buffer.runtime.num_launches
+        received = buffer.dispatch(**arguments)
+        launched.append(buffer.runtime.num_launches - before)
+        return received
 
-        def dispatch() -> Any:
-            before = buffer.runtime.num_launches
-            received = buffer.dispatch(**arguments)
-            launched.append(buffer.runtime.num_launches - before)
-            return received
-
-        want = [part.clone() for part in parts_of(buffer.dispatch(**arguments)[0])]
-        kept = None
-        if rank == 1:
-            region = buffer._context.region
-            kept = region.allocate(region.num_free_bytes - 4096)
-        for _ in range(2):
-            received = dispatch()
-            handle = received[4]
-            again = buffer.dispatch(arguments["x"], handle=handle, **cast)[0]
-            for got, cached, part in zip(parts_of(received[0]), parts_of(again), want, strict=True):
-                require_same(got, part, "rows")
-                require_same(cached, part, "rows of a cached dispatch")
-            assert handle.num_recv_tokens_tensor.tolist() == [len(want[0])]
-            if not cast:
-                sums = buffer.combine(again, handle)[0]
-                assert torch.equal(sums, arguments["x"])
-        del kept
-        for got, part in zip(parts_of(dispatch()[0]), want, strict=True):
+    want = [part.clone() for part in parts_of(buffer.dispatch(**arguments)[0])]
+    kept = None
+    if rank == 1:
+        region = buffer._context.region
+        kept = region.allocate(region.num_free_bytes - 4096)
+    for _ in range(2):
+        received = dispatch()
+        handle = received[4]
+        again = buffer.dispatch(arguments["x"], handle=handle, **cast)[0]
+        for got, cached, part in zip(parts_of(received[0]), parts_of(again), want, strict=True):
             require_same(got, part, "rows")
-        # The full rank had nothing to launch in hope; the third call is no attempt.
-        assert launched == ([2, 2, 2] if rank == 1 else [3, 3, 2])
+            require_same(cached, part, "rows of a cached dispatch")
+        assert handle.num_recv_tokens_tensor.tolist() == [len(want[0])]
+        if not cast:
+            sums = buffer.combine(again, handle)[0]
+            assert torch.equal(sums, arguments["x"])
+    del kept
+    for got, part in zip(parts_of(dispatch()[0]), want, strict=True):
+        require_same(got, part, "rows")
+    # The full rank had nothing to launch in hope; the third call is no attempt.
+    assert launched == ([2, 2, 2] if rank == 1 else [3, 3, 2])
 
-    on_normal(body, num_direct_bytes=1 << 18)
 
+@run_by(on_normal, 1, num_direct_bytes=1 << 20)
+def test_memory_goes_back_and_a_full_region_is_no_error(buffer: Any, rank: int, /) -> None:
+    x, idx, weights = inputs(rank)
+    handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
+    rows = buffer.dispatch(x, handle=handle)[0]
+    sums = buffer.combine(rows, handle)[0]
+    region, heap = buffer._context.region, buffer._context.heap
+    free = region.num_free_bytes
+    before = sys.getrefcount(x), sys.getrefcount(rows)
+    for _ in range(50):
+        again = buffer.dispatch(x, handle=handle)[0]
+        assert torch.equal(buffer.combine(rows, handle)[0], sums)
+        assert region.num_free_bytes < free
+        del again
+    assert (sys.getrefcount(x), sys.getrefcount(rows)) == before
+    assert region.num_free_bytes == free
 
-def test_memory_goes_back_and_a_full_region_is_no_error() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
-        rows = buffer.dispatch(x, handle=handle)[0]
-        sums = buffer.combine(rows, handle)[0]
-        region, heap = buffer._context.region, buffer._context.heap
-        free = region.num_free_bytes
-        before = sys.getrefcount(x), sys.getrefcount(rows)
-        for _ in range(50):
-            again = buffer.dispatch(x, handle=handle)[0]
-            assert torch.equal(buffer.combine(rows, handle)[0], sums)
-            assert region.num_free_bytes < free
-            del again
-        assert (sys.getrefcount(x), sys.getrefcount(rows)) == before
-        assert region.num_free_bytes == free
+    def is_in_region(tensor: Tensor) -> bool:
+        return heap.base <= tensor.data_ptr() < heap.base + heap.num_bytes
 
-        def is_in_region(tensor: Tensor) -> bool:
-            return heap.base <= tensor.data_ptr() < heap.base + heap.num_bytes
-
-        for call in (
-            lambda: buffer.dispatch(x, handle=handle)[0],
-            lambda: buffer.dispatch(
-                x, topk_idx=idx, topk_weights=weights, num_experts=E, num_worst_tokens=T
-            )[0],
-        ):
-            held = [call()]  # until the region is full: then through the rings
-            while is_in_region(held[-1]):
-                held.append(call())
-            assert len(held) > 3
-            assert all(torch.equal(again, rows) for again in held)
-            del held
-        assert region.num_free_bytes == free
-
-    on_normal(body, 1, num_direct_bytes=1 << 20)
+    for call in (
+        lambda: buffer.dispatch(x, handle=handle)[0],
+        lambda: buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=E, num_worst_tokens=T
+        )[0],
+    ):
+        held = [call()]  # until the region is full: then through the rings
+        while is_in_region(held[-1]):
+            held.append(call())
+        assert len(held) > 3
+        assert all(torch.equal(again, rows) for again in held)
+        del held
+    assert region.num_free_bytes == free

@@ -11,6 +11,7 @@ import torch
 from cases import Case
 from on_buffers import on_buffers
 from quantised import FORMS, Form, Formed, check, check_processes
+from run_by import run_by
 from schedules import run_seeds
 from test_simulated_end_to_end import small_case
 
@@ -64,32 +65,32 @@ def test_processes_over_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("num_rows, num_columns", [(0, 3), (5, 2), (32, 16), (70, 35), (400, 17)])
-def test_given_scales_come_back_column_by_column(num_rows: int, num_columns: int) -> None:
-    def main(buffer: Buffer) -> None:
-        x = torch.ones(num_rows, 64, dtype=torch.float8_e4m3fn)
-        scales = torch.arange(float(num_rows * num_columns)).view(num_rows, num_columns)
-        idx = torch.zeros(num_rows, 1, dtype=torch.int64)
-        (_, received), *_ = buffer.dispatch(
-            (x, scales), topk_idx=idx, num_experts=1, column_major_scales=True
-        )
-        assert received.stride() == (1, max(4, (num_rows + 3) // 4 * 4))
-        assert torch.equal(received, scales)
-
-    on_buffers(main, 1, 1 << 20)
+@run_by(on_buffers, 1, 1 << 20)
+def test_given_scales_come_back_column_by_column(
+    buffer: Buffer, /, num_rows: int, num_columns: int
+) -> None:
+    x = torch.ones(num_rows, 64, dtype=torch.float8_e4m3fn)
+    scales = torch.arange(float(num_rows * num_columns)).view(num_rows, num_columns)
+    idx = torch.zeros(num_rows, 1, dtype=torch.int64)
+    (_, received), *_ = buffer.dispatch(
+        (x, scales), topk_idx=idx, num_experts=1, column_major_scales=True
+    )
+    assert received.stride() == (1, max(4, (num_rows + 3) // 4 * 4))
+    assert torch.equal(received, scales)
 
 
 @pytest.mark.parametrize("num_direct_bytes", [0, 1 << 19], ids=["rings", "region"])
 @pytest.mark.parametrize("option", ["round_scale", "use_ue8m0"])
-def test_all_ranks_must_quantise_alike(option: str, num_direct_bytes: int) -> None:
-    def main(group: local.ThreadGroup) -> None:
-        x = torch.ones(5, 128, dtype=torch.bfloat16)  # as many bytes of scales in all formats
-        idx = torch.zeros(5, 1, dtype=torch.int64)
-        scales = {"round_scale": True, option: group.rank() == 0}
-        with Buffer(group, 1 << 20, device="cpu", num_direct_bytes=num_direct_bytes) as buffer:
-            with pytest.raises(ConfigMismatch):
-                buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=True, **scales)
-
-    local.run(main, 2)
+@run_by(local.run, 2)
+def test_all_ranks_must_quantise_alike(
+    group: local.ThreadGroup, /, option: str, num_direct_bytes: int
+) -> None:
+    x = torch.ones(5, 128, dtype=torch.bfloat16)  # as many bytes of scales in all formats
+    idx = torch.zeros(5, 1, dtype=torch.int64)
+    scales = {"round_scale": True, option: group.rank() == 0}
+    with Buffer(group, 1 << 20, device="cpu", num_direct_bytes=num_direct_bytes) as buffer:
+        with pytest.raises(ConfigMismatch):
+            buffer.dispatch(x, topk_idx=idx, num_experts=2, use_fp8=True, **scales)
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["node", "nodes"])

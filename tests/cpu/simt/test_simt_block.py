@@ -5,17 +5,15 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from simt_machine import Shape, on_every_machine, run_direct, run_on, words
+from simt_machine import Shape, run_direct, run_on, words
 
 
-@on_every_machine
 @pytest.mark.parametrize("num_threads", [64, 96, 40])
 def test_sync_block_holds_every_thread(machine: str, num_threads: int) -> None:
     memory = run_on(machine, "block_rounds", [20], shape=Shape(2, num_threads))
     assert memory[0] == 0
 
 
-@on_every_machine
 @pytest.mark.parametrize("num_threads", [64, 96])
 def test_sync_block_any_tells_every_thread_what_one_has_said(
     machine: str, num_threads: int
@@ -23,7 +21,6 @@ def test_sync_block_any_tells_every_thread_what_one_has_said(
     assert run_on(machine, "any_rounds", [25], shape=Shape(2, num_threads))[0] == 0
 
 
-@on_every_machine
 @pytest.mark.parametrize("num_stay", [1, 32, 63])
 def test_sync_block_does_not_wait_for_threads_that_have_exited(machine: str, num_stay: int) -> None:
     memory = run_on(machine, "sync_after_exit", [num_stay], shape=Shape(1, 96))
@@ -31,25 +28,21 @@ def test_sync_block_does_not_wait_for_threads_that_have_exited(machine: str, num
     assert memory[9] == 0
 
 
-@on_every_machine
 @pytest.mark.parametrize("num_threads", [64, 160])
 def test_arrive_and_sync_make_a_producer_and_consumers(machine: str, num_threads: int) -> None:
     memory = run_on(machine, "producer_consumer", [25], shape=Shape(1, num_threads))
     assert memory[0] == 0
 
 
-@on_every_machine
 def test_named_barriers_of_parts_of_a_block_are_independent(machine: str) -> None:
     assert run_on(machine, "named_pairs", shape=Shape(2, 256))[0] == 0
 
 
-@on_every_machine
 def test_all_blocks_of_a_grid_are_resident(machine: str) -> None:
     memory = run_on(machine, "grid_barrier", shape=Shape(7, 64))
     assert memory[:2].tolist() == [7, 7 * 64]
 
 
-@on_every_machine
 def test_threads_that_spin_on_each_other_without_a_hint_get_their_turns(machine: str) -> None:
     memory = run_on(machine, "spin_on_each_other", shape=Shape(2, 32))
     assert memory[0] == 64

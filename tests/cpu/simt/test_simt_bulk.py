@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simt_machine import Shape, native, on_every_machine, run_direct, run_on, simulate, words
+from simt_machine import Shape, native, run_direct, run_on, simulate, words
 
 ONE = Shape(1, 1)
 
 
-@on_every_machine
 def test_mbarrier_phases(machine: str) -> None:
     memory = run_on(machine, "mbarrier_phases", shape=ONE)
     # fresh; one of two arrivals; complete; next phase; one arrival, with bytes; complete again
     assert memory[:8].tolist() == [1, 0, 0, 1, 0, 0, 1, 0]
 
 
-@on_every_machine
 @pytest.mark.parametrize("num_bytes", [16, 512, 7168])
 def test_bulk_round_trip(machine: str, num_bytes: int) -> None:
     rounds = 5

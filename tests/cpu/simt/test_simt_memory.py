@@ -18,7 +18,7 @@ from litmus import (
     RELEASE_SYS,
     Litmus,
 )
-from simt_machine import Shape, native, on_every_machine, run_on, run_simulation, simulate
+from simt_machine import Shape, native, run_on, run_simulation, simulate
 
 SEEDS = range(100)
 
@@ -183,7 +183,6 @@ def test_a_thread_reads_its_own_stores_byte_by_byte(seed: int) -> None:
     assert simulate("own_stores", seed=seed).check().memory[0] == 0
 
 
-@on_every_machine
 def test_atomics_lose_nothing(machine: str) -> None:
     memory = run_on(machine, "atomics", shape=Shape(2, 64))
     total = 128

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simt_machine import Shape, native, on_every_machine, run_direct, run_on
+from simt_machine import Shape, native, run_direct, run_on
 
 UNDEFINED_64 = 0xA5A5A5A5A5A5A5A5
 COLUMNS = 16
 MASKS = [0xFFFFFFFF, 0x0000FFFF, 0xFFFF0000, 0x00000001, 0x80000001, 0x12345678, 0xAAAAAAAA]
 
 
-@on_every_machine
 def test_threads_know_who_they_are(machine: str) -> None:
     shape = Shape(num_blocks=3, num_threads=96)
     memory = run_on(machine, "identity", shape=shape)
@@ -61,7 +60,6 @@ def test_collectives_of_partial_masks(mask: int, argument: int) -> None:
             assert row == expected, f"lane {lane}"
 
 
-@on_every_machine
 def test_disjoint_masks_run_apart_and_meet_again(machine: str) -> None:
     memory = run_on(machine, "split_warp", shape=Shape(num_threads=64))
     lower = sum(15 + i for i in range(3))
@@ -69,14 +67,12 @@ def test_disjoint_masks_run_apart_and_meet_again(machine: str) -> None:
     assert memory[:64].tolist() == [lower + upper] * 64
 
 
-@on_every_machine
 def test_exactly_one_lane_is_elected_and_always_the_same(machine: str) -> None:
     memory = run_on(machine, "elect", shape=Shape(num_threads=128))
     assert memory[:4].tolist() == [4] * 4
     assert len(set(memory[4:8].tolist())) == 1
 
 
-@on_every_machine
 def test_sync_warp_orders_shared_memory(machine: str) -> None:
     assert run_on(machine, "warp_rounds", [50], shape=Shape(num_threads=64))[0] == 0
 

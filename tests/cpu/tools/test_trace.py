@@ -12,6 +12,7 @@ import pytest
 import torch
 import tracing
 from on_buffers import on_buffers
+from run_by import run_by
 
 import deep_comm
 from deep_comm import _core, errors, local, processes, simulate, trace
@@ -27,13 +28,11 @@ def test_the_table_of_steps() -> None:
     assert _core.kernel_names[1:4] == ("notify_dispatch", "dispatch", "combine")
 
 
-def test_off_there_is_no_memory_and_nothing_to_read() -> None:
-    def rank_main(buffer: deep_comm.Buffer) -> None:
-        assert buffer._context.trace_rings is None
-        with pytest.raises(errors.UnsupportedError, match="DEEP_COMM_TRACE"):
-            buffer.trace()
-
-    on_buffers(rank_main, 1, 1 << 20)
+@run_by(on_buffers, 1, 1 << 20)
+def test_off_there_is_no_memory_and_nothing_to_read(buffer: deep_comm.Buffer, /) -> None:
+    assert buffer._context.trace_rings is None
+    with pytest.raises(errors.UnsupportedError, match="DEEP_COMM_TRACE"):
+        buffer.trace()
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -40,6 +40,14 @@ MEASURED = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def tune_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Named by the variable; neither it nor its folder is there yet."""
+    path = tmp_path / "folder" / "tune.json"
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    return path
+
+
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: f"{case[1]} bytes x {case[2]}")
 def test_the_model_says_what_was_measured(case: tuple[Model, int, int]) -> None:
     """Its constants are of 2 GPUs; how far it is from 4 is part of what it claims."""
@@ -106,17 +114,13 @@ def test_measurements_go_before_the_model_for_rows_like_theirs() -> None:
     assert other(14336).num_sms == 40
 
 
-def test_files_keep_what_other_machines_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "folder" / "tune.json"
-    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
-    tuning.store(path, "host target x 2", "today", [entry("dispatch", 128, 3)])
-    tuning.store(path, "another x 8", "today", [entry("dispatch", 128, 30)])
-    tuning.store(path, "host target x 2", "later", [entry("dispatch", 128, 5)])
+def test_files_keep_what_other_machines_measured(tune_file: Path) -> None:
+    tuning.store(tune_file, "host target x 2", "today", [entry("dispatch", 128, 3)])
+    tuning.store(tune_file, "another x 8", "today", [entry("dispatch", 128, 30)])
+    tuning.store(tune_file, "host target x 2", "later", [entry("dispatch", 128, 5)])
     assert tuning.read(CPU, 2) == [entry("dispatch", 128, 5)]
     assert tuning.read(CPU, 3) == []
-    machines = json.loads(path.read_text())["machines"]
+    machines = json.loads(tune_file.read_text())["machines"]
     assert machines["another x 8"]["entries"][0]["num_sms"] == 30
 
 
@@ -125,13 +129,10 @@ def test_files_keep_what_other_machines_measured(
     [None, "no json", "[]", '{"version": 99, "machines": {}}',
      '{"version": 1, "machines": {"host target x 2": {"entries": [{"num_sms": -1}]}}}'],
 )  # fmt: skip
-def test_a_named_file_that_cannot_be_read_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
-) -> None:
-    path = tmp_path / "tune.json"
+def test_a_named_file_that_cannot_be_read_is_reported(tune_file: Path, text: str | None) -> None:
     if text is not None:
-        path.write_text(text)
-    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+        tune_file.parent.mkdir()
+        tune_file.write_text(text)
     with pytest.raises(ArgumentError, match="DEEP_COMM_TUNE_FILE"):
         tuning.read(CPU, 2)
 
@@ -172,21 +173,15 @@ def test_buffers_use_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert local.run(_channels, 2, timeout_s=60) == [1, 1]  # where SMs mean nothing
 
 
-def test_ranks_agree_although_their_files_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        tuning,
-        "read",
-        lambda device, num_ranks: [entry("dispatch", 128, next(numbers))],
-    )
+def test_ranks_agree_although_their_files_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter((2, 7, 5))
+    monkeypatch.setattr(tuning, "read", lambda *args: [entry("dispatch", 128, next(numbers))])
     channels = local.run(_channels, 3, timeout_s=60)
     assert len(set(channels)) == 1 and channels[0] in (2, 5, 7)
 
 
-def test_a_bad_file_stops_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(tmp_path / "missing.json"))
+def test_a_bad_file_stops_all_ranks(tune_file: Path) -> None:
+    """Here it is missing."""
     for ended in local.run(_channels, 2, timeout_s=60, return_errors=True):
         assert isinstance(ended, (ArgumentError, errors.PeerLost))
 
@@ -229,23 +224,19 @@ def layer_entry(hidden: int, num_topk: int, num_experts: int, decode_tokens: int
     )
 
 
-def test_the_measured_layer_most_like_this_one_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tune.json"
-    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+def test_the_measured_layer_most_like_this_one_is_taken(tune_file: Path) -> None:
     key = "host target x 4"
-    tuning.store(path, key, "today", [entry("dispatch", 128, 3)])
+    tuning.store(tune_file, key, "today", [entry("dispatch", 128, 3)])
     for measured in (
         (7168, 8, 256, 200),
         (7168, 8, 128, 300),
         (4096, 8, 256, 90),
         (7168, 8, 256, 150),
     ):
-        tuning.store_decode_tokens(path, key, layer_entry(*measured))
+        tuning.store_decode_tokens(tune_file, key, layer_entry(*measured))
     assert len(tuning.read_decode_tokens(CPU, 4)) == 3  # of one shape, the last
     assert tuning.read(CPU, 4) == [entry("dispatch", 128, 3)]
-    tuning.store(path, key, "later", [])
+    tuning.store(tune_file, key, "later", [])
     assert tuning.decode_tokens(CPU, 4, 7168, 8, 256) == 150
     assert tuning.decode_tokens(CPU, 4, 7168, 8, 140) == 300
     assert tuning.decode_tokens(CPU, 4, 5120, 6, 256) == 90
@@ -254,12 +245,8 @@ def test_the_measured_layer_most_like_this_one_is_taken(
     assert tuning.decode_tokens(CPU, 2, 7168, 8, 256) is None
 
 
-def test_a_measured_threshold_that_cannot_be_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tune.json"
-    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
-    tuning.store_decode_tokens(path, "host target x 2", layer_entry(64, 2, 6, 0))
+def test_a_measured_threshold_that_cannot_be_is_reported(tune_file: Path) -> None:
+    tuning.store_decode_tokens(tune_file, "host target x 2", layer_entry(64, 2, 6, 0))
     with pytest.raises(ArgumentError, match="DEEP_COMM_TUNE_FILE"):
         tuning.read_decode_tokens(CPU, 2)
 
@@ -307,16 +294,12 @@ def product_entry(op: str, rows: int, columns: int, method: str) -> dict[str, An
             "method": method, "mean_us": 1.0}  # fmt: skip
 
 
-def test_products_take_the_method_that_was_measured_for_the_nearest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tune.json"
-    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+def test_products_take_the_method_that_was_measured_for_the_nearest(tune_file: Path) -> None:
     key = tuning.machine_key(CPU, 4)
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
     first = [product_entry(gather, 8, 64, "fused"), product_entry(gather, 16, 64, "unfused")]
-    tuning.store_products(path, key, [*first, product_entry(scatter, 8, 64, "unfused")])
-    tuning.store_products(path, key, [product_entry(gather, 8, 64, "decomposed")])
+    tuning.store_products(tune_file, key, [*first, product_entry(scatter, 8, 64, "unfused")])
+    tuning.store_products(tune_file, key, [product_entry(gather, 8, 64, "decomposed")])
     entries = tuning.read_products(CPU, 4)
     assert len(entries) == 3  # of one shape, the last
     method = lambda op, *extents: tuning.product_method(entries, op, torch.float32, extents)
@@ -327,22 +310,18 @@ def test_products_take_the_method_that_was_measured_for_the_nearest(
     for unlike in ((gather, 30, 64, 64), (gather, 8, 128, 64), (gather, 0, 64, 64)):
         assert method(*unlike) is None
     assert tuning.product_method(entries, gather, torch.bfloat16, (8, 64, 64)) is None
-    path.write_text(path.read_text().replace('"rows": 16', '"rows": 0'))
+    tune_file.write_text(tune_file.read_text().replace('"rows": 16', '"rows": 0'))
     with pytest.raises(ArgumentError, match="DEEP_COMM_TUNE_FILE"):
         tuning.read_products(CPU, 4)
 
 
-def test_auto_follows_what_the_bench_has_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_follows_what_the_bench_has_stored(tune_file: Path) -> None:
     from deep_comm import tp
     from deep_comm.symmetric import SymmetricMemory
 
-    path = tmp_path / "tune.json"
-    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
     entry = product_entry("all_gather_matmul", 4, 8, "decomposed")
     large = product_entry("all_gather_matmul", 40, 8, "decomposed")
-    tuning.store_products(path, tuning.machine_key(CPU, 3), [entry, large])
+    tuning.store_products(tune_file, tuning.machine_key(CPU, 3), [entry, large])
 
     def products(group: Any) -> list[int]:
         """How many of them went beside their collective."""

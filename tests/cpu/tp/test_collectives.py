@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ from collectives import (
     together,
     verify,
 )
+from run_by import run_by
 
-from deep_comm import errors, local, processes, tp
+from deep_comm import errors, local, tp
 from deep_comm.symmetric import SymmetricMemory
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -77,20 +77,18 @@ def test_an_all_gather_moves_any_dtype(dtype: torch.dtype) -> None:
     assert all(torch.equal(result, wanted) for result in local.run(fn, 3, timeout_s=60))
 
 
-def test_copy_engines_gather_into_symmetric_memory() -> None:
-    def fn(memory: SymmetricMemory) -> None:
-        out = memory.empty((6, 5), torch.float32)
-        for number in range(3):
-            x = torch.full((2, 5), 10.0 * memory.rank + number)
-            gathered = tp.all_gather(x, memory, out=out)
-            assert gathered.data_ptr() == out.local.data_ptr()
-            wanted = (10.0 * torch.arange(3) + number).repeat_interleave(2)
-            assert torch.equal(gathered, wanted[:, None].expand(6, 5))
-        for x, name in ((torch.ones(3, 5), "out"), (torch.ones(2, 5).bfloat16(), "x")):
-            with pytest.raises(errors.ArgumentError, match=name):
-                tp.all_gather(x, memory, out=out)
-
-    assert together(fn, 3) == [None] * 3
+@run_by(together, 3)
+def test_copy_engines_gather_into_symmetric_memory(memory: SymmetricMemory, /) -> None:
+    out = memory.empty((6, 5), torch.float32)
+    for number in range(3):
+        x = torch.full((2, 5), 10.0 * memory.rank + number)
+        gathered = tp.all_gather(x, memory, out=out)
+        assert gathered.data_ptr() == out.local.data_ptr()
+        wanted = (10.0 * torch.arange(3) + number).repeat_interleave(2)
+        assert torch.equal(gathered, wanted[:, None].expand(6, 5))
+    for x, name in ((torch.ones(3, 5), "out"), (torch.ones(2, 5).bfloat16(), "x")):
+        with pytest.raises(errors.ArgumentError, match=name):
+            tp.all_gather(x, memory, out=out)
 
 
 def test_tensors_without_elements_launch_nothing() -> None:
@@ -100,20 +98,6 @@ def test_tensors_without_elements_launch_nothing() -> None:
 
 def test_a_number_is_reduced_as_a_tensor_without_dimensions() -> None:
     on_threads(CollectiveCase(3, (Call("auto", (), torch.float32),)))
-
-
-def test_ranks_may_be_processes() -> None:
-    case = random_case(5, 2)
-    verify(case, processes.run(run_case, 2, case))
-
-
-@pytest.mark.parametrize("policy", schedules.POLICIES)
-def test_every_policy_gives_the_same_bits(policy: str) -> None:
-    schedules.run_policy(policy, random_case(3), run_case, verify)
-
-
-def test_every_schedule_gives_the_same_bits() -> None:
-    schedules.run_seeds(range(120), random_case, run_case, verify)
 
 
 def test_generations_wrap_around() -> None:
@@ -142,99 +126,3 @@ def test_a_left_out_step_is_noticed(fault: str, op: str) -> None:
     case = CollectiveCase(2, calls)
     schedules.pass_without_fault(case, run_case, verify, 4)
     schedules.find_fault(fault, case, run_case, verify)
-
-
-DIFFERENT = {
-    "another operation": lambda memory: tp.all_gather(torch.ones(4), memory),
-    "a barrier": lambda memory: memory.barrier(),
-    "another size": lambda memory: tp.all_reduce(torch.ones(5), memory),
-    "another dtype": lambda memory: tp.all_reduce(torch.ones(8).bfloat16(), memory),
-    "another method": lambda memory: tp.all_reduce(torch.ones(4), memory, method="two_shot"),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_disagree_are_named(name: str) -> None:
-    def fn(memory: SymmetricMemory) -> None:
-        if memory.rank == 1:
-            DIFFERENT[name](memory)
-        else:
-            tp.all_reduce(torch.ones(4), memory, method="one_shot")
-
-    for error in together(fn, 2):
-        assert isinstance(error, errors.ConfigMismatch), error
-
-
-def test_a_rank_that_never_comes_is_named_and_reset_takes_it_back() -> None:
-    is_over = threading.Event()
-
-    def fn(memory: SymmetricMemory) -> torch.Tensor:
-        try:
-            if memory.rank == 1:
-                is_over.wait(30)
-            else:
-                with pytest.raises(errors.PeerTimeout) as raised:
-                    tp.all_reduce(torch.ones(4), memory)
-                assert raised.value.peer == 1
-        finally:
-            is_over.set()
-        memory.reset()
-        return tp.all_reduce(torch.ones(4), memory)
-
-    for result in together(fn, 3, timeout_s=0.5):
-        assert isinstance(result, torch.Tensor) and (result == 3).all(), result
-
-
-def norm(memory: SymmetricMemory, x: Any = None, **options: Any) -> Any:
-    x = torch.ones(2, 8) if x is None else x
-    given = {"residual": torch.ones_like(x), "weight": torch.ones(x.shape[-1]), **options}
-    return tp.all_reduce_norm(x, memory=memory, **given)
-
-
-REFUSED = {
-    "must be a tensor": lambda memory: tp.all_gather([1.0], memory),
-    "must be contiguous": lambda memory: tp.all_gather(torch.ones(4, 4).t(), memory),
-    "must have 1 to 8 dimensions": lambda memory: tp.all_gather(torch.tensor(1.0), memory),
-    "that the 2 ranks divide": lambda memory: tp.reduce_scatter(torch.ones(3, 2), memory),
-    "must have dtype": lambda memory: tp.all_reduce(torch.ones(4, dtype=torch.int64), memory),
-    "must be one of auto": lambda memory: tp.all_reduce(torch.ones(4), memory, method="nccl"),
-    "must be a deep_comm.symmetric.SymmetricMemory; got a Tensor": lambda memory: tp.all_gather(
-        torch.ones(4), torch.ones(4)
-    ),
-    "must have 2 dimensions": lambda memory: norm(memory, torch.ones(2, 2, 8)),
-    "rows of a multiple of 16 bytes": lambda memory: norm(memory, torch.ones(2, 3)),
-    "residual must be contiguous, with x's shape": lambda memory: norm(
-        memory, residual=torch.ones(3, 8)
-    ),
-    "residual must be a tensor": lambda memory: norm(memory, residual=3),
-    "weight must have x's dtype": lambda memory: norm(memory, weight=torch.ones(8).half()),
-    "weight must be contiguous, with x's last": lambda memory: norm(memory, weight=torch.ones(16)),
-    "must begin at a multiple of 16": lambda memory: norm(memory, torch.ones(17)[1:].view(2, 8)),
-    "must be a finite number": lambda memory: norm(memory, eps=float("nan")),
-    "must be an integer of 1 to": lambda memory: tp.all_gather(torch.ones(4), memory, num_sms=0),
-}
-
-
-@pytest.mark.parametrize("rule", REFUSED)
-def test_bad_arguments_are_refused_by_rule(rule: str) -> None:
-    def fn(memory: SymmetricMemory) -> torch.Tensor:
-        with pytest.raises(errors.ArgumentError, match=rule):
-            REFUSED[rule](memory)
-        return tp.all_reduce(torch.ones(4), memory)  # it stays usable
-
-    for result in together(fn, 2):
-        assert isinstance(result, torch.Tensor) and (result == 2).all(), result
-
-
-def test_an_x_without_room_says_how_much_it_needs() -> None:
-    def fn(memory: SymmetricMemory) -> int:
-        x = torch.ones(2, 1000)
-        with pytest.raises(errors.BufferTooSmall, match="staging_bytes") as raised:
-            tp.reduce_scatter(x, memory)
-        return raised.value.needed_bytes
-
-    needed = together(fn, 2)
-    assert needed == [8000, 8000]
-    run = lambda memory: tp.reduce_scatter(torch.ones(2, 1000), memory)
-    for result in together(run, 2, staging_bytes=needed[0]):
-        assert isinstance(result, torch.Tensor) and (result == 2).all(), result

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from collectives import ring
+from collectives import ring, verify_ring
+from run_by import run_by
 
 from deep_comm import errors, local, processes, simulate
 from deep_comm.symmetric import SymmetricMemory
@@ -17,44 +18,36 @@ def memory_of(group: Any, num_bytes: int = 1 << 14, **options: Any) -> Symmetric
     return SymmetricMemory(group, num_bytes, device="cpu", **options)
 
 
-def check_ring(num_ranks: int, results: Any, rounds: int = 3) -> None:
-    for rank, seen in enumerate(results):
-        before = (rank - 1) % num_ranks
-        assert seen == [[10.0 * before + number] * 6 for number in range(rounds)]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_what_was_stored_before_a_signal_is_seen_after_the_wait(num_ranks: int) -> None:
-    check_ring(num_ranks, local.run(ring, num_ranks, timeout_s=60))
+    verify_ring(local.run(ring, num_ranks, timeout_s=60))
 
 
 def test_the_same_between_processes() -> None:
-    check_ring(2, processes.run(ring, 2))
+    verify_ring(processes.run(ring, 2))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_same_under_a_schedule(seed: int) -> None:
-    check_ring(3, simulate.run(ring, 3, seed, timeout_s=120))
+    verify_ring(simulate.run(ring, 3, seed, timeout_s=120))
 
 
-def test_peers_tensors_are_peers_memory() -> None:
-    def fn(group: Any) -> None:
-        with memory_of(group) as memory:
-            first = memory.empty((3,), torch.int64)
-            second = memory.empty((2, 2), torch.bfloat16)
-            first.local.fill_(memory.rank)
-            second.local.fill_(memory.rank + 0.5)
-            memory.barrier()
-            for rank in range(memory.group_size):
-                assert first.peer(rank).tolist() == [rank] * 3
-                assert (second.peer(rank) == rank + 0.5).all()
-            at = memory.bases[memory.rank].item()
-            offset = second.local.data_ptr() - at
-            for rank in range(memory.group_size):
-                assert second.peer(rank).data_ptr() == memory.bases[rank].item() + offset
-            memory.barrier()
-
-    local.run(fn, 3, timeout_s=60)
+@run_by(local.run, 3, timeout_s=60)
+def test_peers_tensors_are_peers_memory(group: Any, /) -> None:
+    with memory_of(group) as memory:
+        first = memory.empty((3,), torch.int64)
+        second = memory.empty((2, 2), torch.bfloat16)
+        first.local.fill_(memory.rank)
+        second.local.fill_(memory.rank + 0.5)
+        memory.barrier()
+        for rank in range(memory.group_size):
+            assert first.peer(rank).tolist() == [rank] * 3
+            assert (second.peer(rank) == rank + 0.5).all()
+        at = memory.bases[memory.rank].item()
+        offset = second.local.data_ptr() - at
+        for rank in range(memory.group_size):
+            assert second.peer(rank).data_ptr() == memory.bases[rank].item() + offset
+        memory.barrier()
 
 
 def test_a_signal_that_never_comes_names_the_peer_and_reset_goes_on() -> None:
@@ -78,16 +71,14 @@ def test_a_signal_that_never_comes_names_the_peer_and_reset_goes_on() -> None:
     local.run(fn, 2, timeout_s=60)
 
 
-def test_a_full_memory_says_how_much_is_needed() -> None:
-    def fn(group: Any) -> None:
-        with memory_of(group, 256) as memory:
-            memory.empty((30,), torch.float32)  # 128 bytes
-            with pytest.raises(errors.BufferTooSmall, match="num_bytes") as raised:
-                memory.empty((33,), torch.float32)
-            assert raised.value.needed_bytes == 128 + 132
-            memory.empty((32,), torch.float32)
-
-    local.run(fn, 2, timeout_s=60)
+@run_by(local.run, 2, timeout_s=60)
+def test_a_full_memory_says_how_much_is_needed(group: Any, /) -> None:
+    with memory_of(group, 256) as memory:
+        memory.empty((30,), torch.float32)  # 128 bytes
+        with pytest.raises(errors.BufferTooSmall, match="num_bytes") as raised:
+            memory.empty((33,), torch.float32)
+        assert raised.value.needed_bytes == 128 + 132
+        memory.empty((32,), torch.float32)
 
 
 @pytest.mark.parametrize("field", ["shape", "dtype", "count of words", "num_bytes"])
@@ -115,24 +106,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("argument", REFUSED)
-def test_bad_arguments_are_refused(argument: str) -> None:
-    def fn(group: Any) -> None:
-        with memory_of(group) as memory:
-            words = memory.words(1)
-            with pytest.raises(errors.ArgumentError, match=argument):
-                REFUSED[argument](memory, words)
-
-    local.run(fn, 1, timeout_s=60)
+@run_by(local.run, 1, timeout_s=60)
+def test_bad_arguments_are_refused(group: Any, /, argument: str) -> None:
+    with memory_of(group) as memory:
+        words = memory.words(1)
+        with pytest.raises(errors.ArgumentError, match=argument):
+            REFUSED[argument](memory, words)
 
 
-def test_after_destroy_calls_say_so() -> None:
-    def fn(group: Any) -> None:
-        memory = memory_of(group)
-        box, words = memory.empty((1,), torch.int8), memory.words(1)
-        memory.destroy()
-        memory.destroy()
-        for use in (lambda: box.peer(0), lambda: words.signal(0, 0), memory.barrier):
-            with pytest.raises(errors.BufferDestroyed):
-                use()
-
-    local.run(fn, 1, timeout_s=60)
+@run_by(local.run, 1, timeout_s=60)
+def test_after_destroy_calls_say_so(group: Any, /) -> None:
+    memory = memory_of(group)
+    box, words = memory.empty((1,), torch.int8), memory.words(1)
+    memory.destroy()
+    memory.destroy()
+    for use in (lambda: box.peer(0), lambda: words.signal(0, 0), memory.barrier):
+        with pytest.raises(errors.BufferDestroyed):
+            use()

@@ -172,14 +172,19 @@ def lightllm_prefill(group: Any, is_rewritten: bool) -> None:
     drop_in.barrier(group)
 
 
-def lightllm_decode(group: Any) -> None:
-    """Needs DEEP_COMM_DEEP_EP_FULL_RDMA=1: the region serves as workspace between decodes."""
-    rank, num_ranks = group.rank(), group.size()
+def lightllm_decode_buffer(group: Any) -> Any:
+    num_ranks = group.size()
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(16, HIDDEN * 2, num_ranks, NUM_EXPERTS)
-    buffer = deep_ep.Buffer(
+    return deep_ep.Buffer(
         group, num_rdma_bytes=hint, low_latency_mode=True,
         num_qps_per_rank=NUM_EXPERTS // num_ranks,
     )  # fmt: skip
+
+
+def lightllm_decode(group: Any) -> None:
+    """Needs DEEP_COMM_DEEP_EP_FULL_RDMA=1: the region serves as workspace between decodes."""
+    rank, num_ranks = group.rank(), group.size()
+    buffer = lightllm_decode_buffer(group)
     x, ids, weights = drop_in.routed(rank, 8, hidden=HIDDEN * 2)
     for _ in range(2):
         packed, masked_m, handle, _, hook = buffer.low_latency_dispatch(
@@ -195,15 +200,11 @@ def lightllm_decode(group: Any) -> None:
         error = (combined.float() - expected).abs().max() if len(x) else 0.0
         # The largest magnitude of a block is 3: its e4m3 steps are exact after scaling only nearly.
         assert float(error) <= 0.08 * float(expected.abs().max())
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        drop_in.barrier(group)
+        drop_in.finish(group)
         workspace = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-        assert workspace.numel() >= hint
+        assert workspace.numel() >= buffer.num_rdma_bytes
         workspace.fill_(255)
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        drop_in.barrier(group)
+        drop_in.finish(group)
         buffer.clean_low_latency_buffer(16, HIDDEN * 2, NUM_EXPERTS)
         drop_in.barrier(group)
 
@@ -211,11 +212,7 @@ def lightllm_decode(group: Any) -> None:
 def lightllm_both(group: Any) -> None:
     """The two buffers of one server: a prefill while a decode waits for its hook."""
     rank, num_ranks = group.rank(), group.size()
-    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(16, HIDDEN * 2, num_ranks, NUM_EXPERTS)
-    buffer = deep_ep.Buffer(
-        group, num_rdma_bytes=hint, low_latency_mode=True,
-        num_qps_per_rank=NUM_EXPERTS // num_ranks,
-    )  # fmt: skip
+    buffer = lightllm_decode_buffer(group)
     x, ids, weights = drop_in.routed(rank, 8, hidden=HIDDEN * 2)
     rows, masked_m, handle, _, hook = buffer.low_latency_dispatch(
         topk_idx=ids, x=x, num_max_dispatch_tokens_per_rank=16, num_experts=NUM_EXPERTS,

@@ -121,22 +121,46 @@ def two_handles_in_flight(group: Any) -> None:
     buffer.destroy()
 
 
+def low_latency_arguments(
+    group: Any, hidden: int, max_tokens: int, enable_shrink: bool = False
+) -> dict[str, Any]:
+    """Of a Buffer to decode with."""
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank=max_tokens, hidden=hidden, num_ranks=group.size(),
+        num_experts=NUM_EXPERTS,
+    )  # fmt: skip
+    return dict(
+        num_nvl_bytes=1 << 20, num_rdma_bytes=num_bytes, low_latency_mode=True,
+        num_qps_per_rank=NUM_EXPERTS // group.size(), allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False, explicitly_destroy=True, enable_shrink=enable_shrink,
+    )  # fmt: skip
+
+
+def combined_into(
+    output: torch.Tensor, buffer: Any, *given: Any, return_recv_hook: bool = True
+) -> Any:
+    """The hook. ``given``: rows of experts, choices, weights and the handle."""
+    _, _, hook = buffer.low_latency_combine(
+        *given, async_finish=False, zero_copy=False, return_recv_hook=return_recv_hook,
+        out=output.fill_(float("nan")),
+    )  # fmt: skip
+    return hook
+
+
+def zero_region(group: Any, buffer: Any) -> None:
+    """The whole of it, between two steps, as fault tolerance does."""
+    drop_in.finish(group)
+    buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+    drop_in.finish(group)
+
+
 def low_latency(group: Any, use_fp8: bool, return_recv_hook: bool, use_ue8m0: bool = False) -> None:
     """``use_ue8m0``: packed exponents, as the GEMMs of newer GPUs take them."""
     rank, num_ranks = group.rank(), group.size()
     hidden, max_tokens = 1024 if use_ue8m0 else 512, 16
-    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank=max_tokens, hidden=hidden, num_ranks=num_ranks,
-        num_experts=NUM_EXPERTS,
-    )  # fmt: skip
-    manager = Manager()
-    arguments = dict(
-        num_nvl_bytes=1 << 20, num_rdma_bytes=num_bytes, low_latency_mode=True,
-        num_qps_per_rank=NUM_EXPERTS // num_ranks, allow_nvlink_for_low_latency_mode=True,
-        allow_mnnvl=False, explicitly_destroy=True, enable_shrink=False,
-    )  # fmt: skip
-    buffer = manager.get(deep_ep.Buffer, group, arguments)
-    assert buffer.num_rdma_bytes == num_bytes
+    arguments = low_latency_arguments(group, hidden, max_tokens)
+    buffer = Manager().get(deep_ep.Buffer, group, arguments)
+    assert buffer.num_rdma_bytes == arguments["num_rdma_bytes"]
     for step in range(3):
         a1, topk_ids, weights = drop_in.routed(
             rank, min(max_tokens, drop_in.num_tokens_of(rank + step)), hidden=hidden,
@@ -159,26 +183,18 @@ def low_latency(group: Any, use_fp8: bool, return_recv_hook: bool, use_ue8m0: bo
         else:
             rows = expert_x
         out = drop_in.masked_experts(rows, count, drop_in.first_of(rank, num_ranks))
-        output = torch.full_like(a1, float("nan"))
-        _, _, hook = buffer.low_latency_combine(
-            out, topk_ids, weights, handle, async_finish=False, zero_copy=False,
-            return_recv_hook=return_recv_hook, out=output,
-        )  # fmt: skip
+        output = torch.empty_like(a1)
+        hook = combined_into(
+            output, buffer, out, topk_ids, weights, handle, return_recv_hook=return_recv_hook
+        )
         if return_recv_hook:
             hook()
         else:
             assert hook is None
         assert torch.equal(output.float(), drop_in.dense(a1, topk_ids, weights))
-        # Fault tolerance zeroes the whole region between steps.
         drop_in.barrier(group)
         if step == 1:
-            if output.is_cuda:
-                torch.cuda.synchronize()
-            drop_in.barrier(group)
-            buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
-            if output.is_cuda:
-                torch.cuda.synchronize()
-            drop_in.barrier(group)
+            zero_region(group, buffer)
     buffer.destroy()
 
 
@@ -189,13 +205,8 @@ def low_latency_nvfp4(group: Any, use_fp8: bool) -> None:
     """
     rank, num_ranks = group.rank(), group.size()
     hidden, max_tokens = 512, 48
-    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        max_tokens, hidden, num_ranks, NUM_EXPERTS
-    )
-    buffer = deep_ep.Buffer(
-        group=group, num_nvl_bytes=1 << 20, num_rdma_bytes=num_bytes, low_latency_mode=True,
-        num_qps_per_rank=NUM_EXPERTS // num_ranks, explicitly_destroy=True, enable_shrink=False,
-    )  # fmt: skip
+    arguments = low_latency_arguments(group, hidden, max_tokens)
+    buffer = deep_ep.Buffer(group=group, **arguments)
     num_local, num_slots = NUM_EXPERTS // num_ranks, num_ranks * max_tokens
     first = drop_in.first_of(rank, num_ranks)
     for step in range(2):
@@ -222,11 +233,8 @@ def low_latency_nvfp4(group: Any, use_fp8: bool) -> None:
         assert scales.permute(5, 2, 4, 0, 1, 3).is_contiguous()
         values = drop_in.dequantised_nvfp4(*expert_x, x_global_scale)
         out = drop_in.masked_experts(values, count, first)
-        output = torch.full_like(x, float("nan"))
-        _, _, hook = buffer.low_latency_combine(
-            out, ids, weights, handle, async_finish=False, zero_copy=False, return_recv_hook=True,
-            out=output,
-        )  # fmt: skip
+        output = torch.empty_like(x)
+        hook = combined_into(output, buffer, out, ids, weights, handle)
         hook()
         assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
     drop_in.barrier(group)
@@ -237,13 +245,8 @@ def low_latency_micro_batches(group: Any) -> None:
     """Dual-batch overlap while decoding: both batches' calls are under way when a hook runs."""
     rank, num_ranks = group.rank(), group.size()
     hidden, max_tokens = 512, 16
-    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        max_tokens, hidden, num_ranks, NUM_EXPERTS
-    )
-    buffer = deep_ep.Buffer(
-        group=group, num_nvl_bytes=1 << 20, num_rdma_bytes=num_bytes, low_latency_mode=True,
-        num_qps_per_rank=NUM_EXPERTS // num_ranks, explicitly_destroy=True, enable_shrink=False,
-    )  # fmt: skip
+    arguments = low_latency_arguments(group, hidden, max_tokens)
+    buffer = deep_ep.Buffer(group=group, **arguments)
     first = drop_in.first_of(rank, num_ranks)
     for step in range(2):
         batches = [
@@ -263,11 +266,10 @@ def low_latency_micro_batches(group: Any) -> None:
         pending = []
         for (x, ids, weights), (rows, count, handle, _, hook) in zip(batches, sent, strict=True):
             hook()
-            output = torch.full_like(x, float("nan"))
-            _, _, hook = buffer.low_latency_combine(
-                drop_in.masked_experts(rows, count, first), ids, weights, handle,
-                async_finish=False, zero_copy=False, return_recv_hook=True, out=output,
-            )  # fmt: skip
+            output = torch.empty_like(x)
+            hook = combined_into(
+                output, buffer, drop_in.masked_experts(rows, count, first), ids, weights, handle
+            )
             pending.append((hook, output))
         for (x, ids, weights), (hook, output) in zip(batches, pending, strict=True):
             hook()
@@ -347,14 +349,8 @@ def fault_tolerance(group: Any) -> None:
     """
     rank, num_ranks = group.rank(), group.size()
     gone, hidden, max_tokens = 1, 512, 16
-    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        max_tokens, hidden, num_ranks, NUM_EXPERTS
-    )
-    buffer = deep_ep.Buffer(
-        group=group, num_nvl_bytes=1 << 20, num_rdma_bytes=num_bytes, low_latency_mode=True,
-        num_qps_per_rank=NUM_EXPERTS // num_ranks, allow_nvlink_for_low_latency_mode=True,
-        allow_mnnvl=False, explicitly_destroy=True, enable_shrink=True,
-    )  # fmt: skip
+    arguments = low_latency_arguments(group, hidden, max_tokens, enable_shrink=True)
+    buffer = deep_ep.Buffer(group=group, **arguments)
     assert buffer.enable_shrink
     mask = torch.full((num_ranks,), 7, dtype=torch.int32, device=buffer.device)
     first, num_local = drop_in.first_of(gone, num_ranks), drop_in.num_local_of(gone, num_ranks)
@@ -365,13 +361,7 @@ def fault_tolerance(group: Any) -> None:
         if step == 4:  # everybody meets again
             drop_in.barrier(group)
             buffer.low_latency_clean_mask_buffer()
-            if buffer.device.type == "cuda":
-                torch.cuda.synchronize()
-            drop_in.barrier(group)
-            buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
-            if buffer.device.type == "cuda":
-                torch.cuda.synchronize()
-            drop_in.barrier(group)
+            zero_region(group, buffer)
         if is_masked and rank == gone:
             continue
         x, ids, weights = drop_in.routed(rank, 6 + rank, hidden=hidden, seed=step)
@@ -381,11 +371,8 @@ def fault_tolerance(group: Any) -> None:
         )  # fmt: skip
         hook()
         out = drop_in.masked_experts(expert_x, count, drop_in.first_of(rank, num_ranks))
-        output = torch.full_like(x, float("nan"))
-        _, _, hook = buffer.low_latency_combine(
-            out, ids, weights, handle, async_finish=False, zero_copy=False,
-            return_recv_hook=True, out=output,
-        )  # fmt: skip
+        output = torch.empty_like(x)
+        hook = combined_into(output, buffer, out, ids, weights, handle)
         hook()
         buffer.low_latency_query_mask_buffer(mask)
         assert mask.tolist() == [int(is_masked and peer == gone) for peer in range(num_ranks)]

@@ -1,0 +1,205 @@
+"""What holds for every call of deep_comm.tp, a collective or a product: the same results in other
+processes and under every schedule; ranks that disagree or are absent are named; bad arguments are
+refused, and the SymmetricMemory stays usable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import collectives
+import products
+import pytest
+import schedules
+import torch
+from collectives import together
+from torch import ones
+
+from deep_comm import errors, processes, tp
+from deep_comm.symmetric import SymmetricMemory
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+of_both = pytest.mark.parametrize("cases", [collectives, products])
+
+
+@pytest.mark.parametrize(("cases", "seed"), [(collectives, 5), (products, 2)])
+def test_ranks_may_be_processes(cases: Any, seed: int) -> None:
+    case = cases.random_case(seed, 2)
+    collectives.verify(case, processes.run(cases.run_case, 2, case))
+
+
+@pytest.mark.parametrize("policy", schedules.POLICIES)
+@of_both
+def test_every_policy_gives_the_same_bits(cases: Any, policy: str) -> None:
+    schedules.run_policy(policy, cases.random_case(3), cases.run_case, collectives.verify)
+
+
+@pytest.mark.parametrize(("cases", "num_seeds"), [(collectives, 120), (products, 60)])
+def test_every_schedule_gives_the_same_bits(cases: Any, num_seeds: int) -> None:
+    schedules.run_seeds(range(num_seeds), cases.random_case, cases.run_case, collectives.verify)
+
+
+def add(memory: SymmetricMemory, x: Any = None, method: Any = "one_shot") -> torch.Tensor:
+    return tp.all_reduce(ones(4) if x is None else x, memory, method=method)
+
+
+def gather(memory: SymmetricMemory, x: Any = None, method: Any = "decomposed") -> torch.Tensor:
+    rows = torch.full((2, 4), memory.rank + 1.0) if x is None else x
+    return tp.all_gather_matmul(rows, torch.eye(4), memory, method=method)[1][0]
+
+
+def norm(memory: SymmetricMemory, x: Any = None, **options: Any) -> Any:
+    x = ones(2, 8) if x is None else x
+    given = {"residual": torch.ones_like(x), "weight": ones(x.shape[-1]), **options}
+    return tp.all_reduce_norm(x, memory=memory, **given)
+
+
+# What all ranks but one call, and that one.
+DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[SymmetricMemory], Any]]] = {
+    "another operation": (add, lambda memory: tp.all_gather(ones(4), memory)),
+    "a barrier": (add, lambda memory: memory.barrier()),
+    "another size": (add, lambda memory: add(memory, ones(5))),
+    "another dtype": (add, lambda memory: add(memory, ones(8).bfloat16())),
+    "another method": (add, lambda memory: add(memory, method="two_shot")),
+    "a collective": (gather, add),
+    "another size of a product": (gather, lambda memory: gather(memory, ones(3, 4))),
+    "another method of a product": (gather, lambda memory: gather(memory, method="unfused")),
+    "the other product": (
+        gather,
+        lambda memory: tp.matmul_reduce_scatter(
+            ones(4, 4), ones(4, 4), memory, method="decomposed"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_disagree_are_named(name: str) -> None:
+    of_others, of_one = DIFFERENT[name]
+    call = lambda memory: (of_one if memory.rank == 1 else of_others)(memory)
+    for error in together(call, 2, return_errors=True):
+        assert isinstance(error, errors.ConfigMismatch), error
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("call", [add, gather])
+def test_a_rank_that_never_comes_is_named_and_reset_takes_it_back(
+    call: Callable[[SymmetricMemory], torch.Tensor], calls_before: int
+) -> None:
+    is_over = threading.Event()
+
+    def fn(memory: SymmetricMemory) -> torch.Tensor:
+        for _ in range(calls_before):
+            call(memory)
+        try:
+            if memory.rank == 1:
+                is_over.wait(30)
+            else:
+                with pytest.raises(errors.PeerTimeout) as raised:
+                    call(memory)
+                assert raised.value.peer == 1
+        finally:
+            is_over.set()
+        memory.reset()
+        return call(memory)
+
+    rows = torch.tensor([1.0, 1, 2, 2, 3, 3])[:, None].expand(6, 4)
+    wanted = rows if call is gather else torch.full((4,), 3.0)
+    for result in together(fn, 3, timeout_s=0.5):
+        assert torch.equal(result, wanted), result
+
+
+fp8 = torch.float8_e4m3fn
+# The call that is refused, by what the message says.
+REFUSED: dict[str, Callable[[SymmetricMemory], Any]] = {
+    "must be a tensor": lambda m: tp.all_gather([1.0], m),
+    "must be contiguous": lambda m: tp.all_gather(ones(4, 4).t(), m),
+    "must have 1 to 8 dimensions": lambda m: tp.all_gather(torch.tensor(1.0), m),
+    "that the 2 ranks divide": lambda m: tp.reduce_scatter(ones(3, 2), m),
+    "must have dtype": lambda m: tp.all_reduce(ones(4, dtype=torch.int64), m),
+    "must be one of auto": lambda m: add(m, method="nccl"),
+    "must be a deep_comm.symmetric.SymmetricMemory; got a Tensor": lambda m: tp.all_gather(
+        ones(4), ones(4)
+    ),
+    "must be an integer of 1 to": lambda m: tp.all_gather(ones(4), m, num_sms=0),
+    # sums with a residual
+    "must have 2 dimensions": lambda m: norm(m, ones(2, 2, 8)),
+    "rows of a multiple of 16 bytes": lambda m: norm(m, ones(2, 3)),
+    "residual must be contiguous, with x's shape": lambda m: norm(m, residual=ones(3, 8)),
+    "residual must be a tensor": lambda m: norm(m, residual=3),
+    "weight must have x's dtype": lambda m: norm(m, weight=ones(8).half()),
+    "weight must be contiguous, with x's last": lambda m: norm(m, weight=ones(16)),
+    "must begin at a multiple of 16": lambda m: norm(m, ones(17)[1:].view(2, 8)),
+    "must be a finite number": lambda m: norm(m, eps=float("nan")),
+    # products
+    "x must be a tensor": lambda m: tp.matmul_reduce_scatter([1.0], ones(4, 4), m),
+    "must have 2 dimensions or more": lambda m: tp.matmul_all_reduce(ones(4), ones(4, 4), m),
+    "must have 4 rows": lambda m: tp.all_gather_matmul(ones(2, 4), ones(5, 4), m),
+    "must have 2 dimensions; got": lambda m: tp.all_gather_matmul(ones(2, 4), ones(4), m),
+    "x must have dtype": lambda m: tp.all_gather_matmul(ones(2, 4).double(), ones(4, 4), m),
+    "FP8 needs scales": lambda m: tp.all_gather_matmul(ones(2, 4).to(fp8), ones(4, 4), m),
+    "must have x's dtype": lambda m: tp.all_gather_matmul(ones(2, 4), ones(4, 4).half(), m),
+    "must be x's dtype": lambda m: tp.all_gather_matmul(
+        ones(2, 4), ones(4, 4), m, out_dtype=torch.float16
+    ),
+    "an extent along scatter_dim that the 2 ranks divide": lambda m: tp.matmul_reduce_scatter(
+        ones(3, 4), ones(4, 4), m
+    ),
+    "must divide the rows": lambda m: tp.matmul_all_reduce(
+        ones(3, 4), ones(4, 4), m, method="decomposed"
+    ),
+    "must not need gradients": lambda m: gather(m, ones(2, 4).requires_grad_()),
+    "must be sum or avg": lambda m: tp.matmul_reduce_scatter(
+        ones(2, 4), ones(4, 4), m, reduce_op="max"
+    ),
+    "method must be one of auto": lambda m: gather(m, method="nccl"),
+    "must not be fused except on GPUs": lambda m: gather(m, method="fused"),
+    "must be an integer of -2 to 1": lambda m: tp.all_gather_matmul(
+        ones(2, 4), ones(4, 4), m, gather_dim=2
+    ),
+    "must not gather columns so": lambda m: tp.all_gather_matmul(
+        ones(2, 4), ones(8, 4), m, gather_dim=1, method="decomposed"
+    ),
+    "must be a deep_comm.symmetric.SymmetricMemory": lambda m: tp.all_gather_matmul(
+        ones(2, 4), ones(4, 4), None
+    ),
+    "one number, or a row": lambda m: tp.all_gather_matmul(
+        ones(2, 4).to(fp8), ones(4, 4).to(fp8), m, scales=(ones(3), ones(()))
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_bad_arguments_are_refused_by_rule(rule: str) -> None:
+    def fn(memory: SymmetricMemory) -> torch.Tensor:
+        with pytest.raises(errors.ArgumentError, match=rule):
+            REFUSED[rule](memory)
+        gather(memory)  # it stays usable
+        return add(memory)
+
+    for result in together(fn, 2):
+        assert (result == 2).all(), result
+
+
+@pytest.mark.parametrize(
+    ("call", "needed_bytes", "shape"),
+    [
+        (lambda memory: tp.reduce_scatter(ones(2, 1000), memory), 8000, (1, 1000)),
+        (lambda memory: gather(memory, ones(100, 4)), 1600, (200, 4)),
+    ],
+    ids=["reduce_scatter", "all_gather_matmul"],
+)
+def test_an_x_without_room_says_how_much_it_needs(
+    call: Callable[[SymmetricMemory], torch.Tensor], needed_bytes: int, shape: tuple[int, int]
+) -> None:
+    def fn(memory: SymmetricMemory) -> int:
+        with pytest.raises(errors.BufferTooSmall, match="staging_bytes") as raised:
+            call(memory)
+        return raised.value.needed_bytes
+
+    assert together(fn, 2, staging_bytes=1 << 10) == [needed_bytes] * 2
+    for result in together(call, 2, staging_bytes=needed_bytes):
+        assert torch.equal(result, torch.full(shape, 2.0 if shape[0] == 1 else 1.0)), result
