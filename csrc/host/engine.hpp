@@ -237,6 +237,14 @@ class Engine final : public EngineCalls {
   template <class KernelType>
   void launch_in(const World& world, const LaunchConfig& config, typename KernelType::Args args,
                  uint64_t stream);
+  // Second begins while First runs.
+  template <class First, class Second>
+  void launch_pair(const LaunchConfig& first_config, typename First::Args first,
+                   const LaunchConfig& second_config, typename Second::Args second,
+                   uint64_t stream);
+  // Where kernels run in the launch, it may be interrupted.
+  template <class Launch>
+  void count_launches(int count, const Launch& launch);
   template <class... KernelTypes>
   void prepare() {
     (target_.template prepare<KernelTypes>(), ...);

@@ -139,19 +139,39 @@ void Engine<Target>::check_open() const {
 }
 
 template <class Target>
-template <class KernelType>
-void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
-                               typename KernelType::Args args, uint64_t stream) {
+template <class Launch>
+void Engine<Target>::count_launches(int count, const Launch& launch) {
   check_open();
-  args.world = world;
-  ++num_launches_;
+  num_launches_ += count;
   if (skips_launches) return;
   try {
-    target_.template launch<KernelType>(config, args, stream);
-  } catch (const Interrupted&) {  // where kernels run in the launch
+    launch();
+  } catch (const Interrupted&) {
     note_interrupt();
     throw;
   }
+}
+
+template <class Target>
+template <class KernelType>
+void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
+                               typename KernelType::Args args, uint64_t stream) {
+  static_assert(!kBeginsBeside<KernelType>);
+  args.world = world;
+  count_launches(1, [&] { target_.template launch<KernelType>(config, args, stream); });
+}
+
+template <class Target>
+template <class First, class Second>
+void Engine<Target>::launch_pair(const LaunchConfig& first_config, typename First::Args first,
+                                 const LaunchConfig& second_config, typename Second::Args second,
+                                 uint64_t stream) {
+  static_assert(kBeginsBeside<Second>);
+  first.world = world_;
+  second.world = world_;
+  count_launches(2, [&] {
+    target_.template launch_pair<First, Second>(first_config, first, second_config, second, stream);
+  });
 }
 
 template <class Target>

@@ -89,12 +89,13 @@
 //        posted has left.
 //
 // ---- launches -----------------------------------------------------------------------------------
-//   void await_earlier_launch()  // kernels that begin early: waits until the launch before this
-//        one in the stream has ended and all its writes are visible. Before this call a kernel must
-//        not read what earlier launches write, nor write what they read.
-//   void allow_later_launch()    // the next launch, if its kernel begins early, may begin as soon
-//        as all blocks of this one have called this and there is room. It says nothing about what
-//        this launch has written.
+//   void await_earlier_launch()  // kernels that begin early or beside the launch before them:
+//        waits until that launch has ended and all its writes are visible. Before this call a
+//        kernel must not read what that launch writes, nor write what it reads, unless words order
+//        the two.
+//   void allow_later_launch()    // the next launch, if its kernel begins early or beside this one,
+//        may begin as soon as a thread of every block has called this and there is room. It says
+//        nothing about what this launch has written.
 //
 // ---- waiting, time ------------------------------------------------------------------------------
 //   void wait_hint(const T* word, T seen, const uint32_t* abort_word, uint64_t deadline_ns)

@@ -549,8 +549,7 @@ inline void rail_count(const RailPort& port, int peer, int qp, uint64_t num_byte
 inline void rail_done(const RailPort&) { simt::rail_done(); }
 
 // ---- launches -------------------------------------------------------------------------
-// A launch begins when the one before it has ended. The simulated machine still rejects what would
-// go wrong if it had begun earlier.
+// Outside of a simulation a launch begins when the one before it has ended.
 
 inline void await_earlier_launch() {
   if (!fault(Fault::kSkipLaunchWait)) simt::await_earlier_launch();
