@@ -46,6 +46,12 @@ void with_dtype(Dtype dtype, const Visit& visit) {
   }
 }
 
+// For kernels that differ in more than the dtype.
+template <Dtype kOfDtype>
+struct OfDtype {
+  static constexpr Dtype kDtype = kOfDtype;
+};
+
 // Words that a kernel of this rank releases and the host polls.
 inline uint32_t load_acquire(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -91,10 +97,12 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
           DispatchKernel<true, true>>();
   prepare<NumberRowsKernel, ExpandKernel, NumberReceivedKernel, ExpandReceivedKernel,
           TransposeScalesKernel>();
-  prepare<ReduceExpertsKernel<Dtype::kBfloat16>, ReduceExpertsKernel<Dtype::kFloat16>,
-          ReduceExpertsKernel<Dtype::kFloat32>>();
-  prepare<CombineKernel<Dtype::kBfloat16>, CombineKernel<Dtype::kFloat16>,
-          CombineKernel<Dtype::kFloat32>>();
+  for (const Dtype dtype : {Dtype::kBfloat16, Dtype::kFloat16, Dtype::kFloat32}) {
+    detail::with_dtype<detail::OfDtype>(dtype, [&]<class Of>(Of) {
+      prepare<ReduceExpertsKernel<Of::kDtype, false>, ReduceExpertsKernel<Of::kDtype, true>,
+              CombineKernel<Of::kDtype, false>, CombineKernel<Of::kDtype, true>>();
+    });
+  }
   prepare_collective<Collective::kAllGather>();
   prepare_collective<Collective::kReduceScatter>();
   prepare_collective<Collective::kAllReduceOnce>();

@@ -65,8 +65,8 @@ void second_allows_too_soon(const Args&) {
 void third_of_pair(const Args& args) {
   if (thread_idx() != 0) return;
   const int block = block_idx();
-  st_weak(args.memory + kSeen + 64 + block, ld_nc(args.memory + kLast + block) +
-                                                ld_nc(args.memory + kSeen + 32 + block));
+  st_weak(args.memory + kSeen + 64 + block,
+          ld_nc(args.memory + kLast + block) + ld_nc(args.memory + kSeen + 32 + block));
 }
 
 constexpr Kernel kKernels[] = {

@@ -26,8 +26,9 @@ namespace {
 using Memory = py::array_t<uint64_t, py::array::c_style>;
 
 const Kernel& find_kernel(const std::string& name) {
-  for (const auto kernels : {warp_kernels(), block_kernels(), error_kernels(), bulk_kernels(),
-                             memory_kernels(), waiting_kernels(), push_kernels(), race_kernels(), launch_kernels()}) {
+  for (const auto kernels :
+       {warp_kernels(), block_kernels(), error_kernels(), bulk_kernels(), memory_kernels(),
+        waiting_kernels(), push_kernels(), race_kernels(), launch_kernels()}) {
     for (const Kernel& kernel : kernels) {
       if (name == kernel.name) return kernel;
     }

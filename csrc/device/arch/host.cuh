@@ -42,6 +42,9 @@ static_assert(simt::kFaultNames[23].bit == static_cast<uint32_t>(Fault::kSkipExi
 static_assert(simt::kFaultNames[24].bit == static_cast<uint32_t>(Fault::kEarlyCredit));
 static_assert(simt::kFaultNames[25].bit == static_cast<uint32_t>(Fault::kKeepProposal));
 static_assert(simt::kFaultNames[26].bit == static_cast<uint32_t>(Fault::kSkipBlame));
+static_assert(simt::kFaultNames[27].bit == static_cast<uint32_t>(Fault::kSkipSums));
+static_assert(simt::kFaultNames[28].bit == static_cast<uint32_t>(Fault::kEarlySums));
+static_assert(simt::kFaultNames[29].bit == static_cast<uint32_t>(Fault::kLostSums));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;

@@ -115,8 +115,7 @@ def test_a_launch_that_allows_the_next_one_too_soon_is_found() -> None:
 
 def test_constants_that_the_first_stores_are_found() -> None:
     errors = [
-        run_pair((1, 1), (1,), kernel="second_reads_constants", seed=seed)[1]
-        for seed in range(10)
+        run_pair((1, 1), (1,), kernel="second_reads_constants", seed=seed)[1] for seed in range(10)
     ]
     assert all("ld_nc reads memory that was written" in str(error) for error in errors)
 
