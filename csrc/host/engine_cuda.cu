@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(arch::kHasEarlyLaunches ? 2 * kWarpSize : kWar
 }  // namespace
 
 // Code with the primitives of sm_80, even on newer GPUs, relies on the stream's order.
-bool CudaTarget::can_begin_early() const {
-  const CudaDeviceScope scope(device_);
+bool CudaTarget::has_early_launches(int device) {
+  const CudaDeviceScope scope(device);
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, primitives_mark), "cudaFuncGetAttributes");
   return attributes.maxThreadsPerBlock > kWarpSize;

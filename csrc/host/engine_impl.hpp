@@ -46,6 +46,12 @@ void with_dtype(Dtype dtype, const Visit& visit) {
   }
 }
 
+// For kernels that differ in more than the dtype.
+template <Dtype kOfDtype>
+struct OfDtype {
+  static constexpr Dtype kDtype = kOfDtype;
+};
+
 // Words that a kernel of this rank releases and the host polls.
 inline uint32_t load_acquire(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -91,10 +97,12 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
           DispatchKernel<true, true>>();
   prepare<NumberRowsKernel, ExpandKernel, NumberReceivedKernel, ExpandReceivedKernel,
           TransposeScalesKernel>();
-  prepare<ReduceExpertsKernel<Dtype::kBfloat16>, ReduceExpertsKernel<Dtype::kFloat16>,
-          ReduceExpertsKernel<Dtype::kFloat32>>();
-  prepare<CombineKernel<Dtype::kBfloat16>, CombineKernel<Dtype::kFloat16>,
-          CombineKernel<Dtype::kFloat32>>();
+  for (const Dtype dtype : {Dtype::kBfloat16, Dtype::kFloat16, Dtype::kFloat32}) {
+    detail::with_dtype<detail::OfDtype>(dtype, [&]<class Of>(Of) {
+      prepare<ReduceExpertsKernel<Of::kDtype, false>, ReduceExpertsKernel<Of::kDtype, true>,
+              CombineKernel<Of::kDtype, false>, CombineKernel<Of::kDtype, true>>();
+    });
+  }
   prepare_collective<Collective::kAllGather>();
   prepare_collective<Collective::kReduceScatter>();
   prepare_collective<Collective::kAllReduceOnce>();
@@ -139,19 +147,39 @@ void Engine<Target>::check_open() const {
 }
 
 template <class Target>
-template <class KernelType>
-void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
-                               typename KernelType::Args args, uint64_t stream) {
+template <class Launch>
+void Engine<Target>::count_launches(int count, const Launch& launch) {
   check_open();
-  args.world = world;
-  ++num_launches_;
+  num_launches_ += count;
   if (skips_launches) return;
   try {
-    target_.template launch<KernelType>(config, args, stream);
-  } catch (const Interrupted&) {  // where kernels run in the launch
+    launch();
+  } catch (const Interrupted&) {
     note_interrupt();
     throw;
   }
+}
+
+template <class Target>
+template <class KernelType>
+void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
+                               typename KernelType::Args args, uint64_t stream) {
+  static_assert(!kBeginsBeside<KernelType>);
+  args.world = world;
+  count_launches(1, [&] { target_.template launch<KernelType>(config, args, stream); });
+}
+
+template <class Target>
+template <class First, class Second>
+void Engine<Target>::launch_pair(const LaunchConfig& first_config, typename First::Args first,
+                                 const LaunchConfig& second_config, typename Second::Args second,
+                                 uint64_t stream) {
+  static_assert(kBeginsBeside<Second>);
+  first.world = world_;
+  second.world = world_;
+  count_launches(2, [&] {
+    target_.template launch_pair<First, Second>(first_config, first, second_config, second, stream);
+  });
 }
 
 template <class Target>

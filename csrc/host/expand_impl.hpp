@@ -71,12 +71,35 @@ template <class Target>
 void Engine<Target>::reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
                                     const ChannelConfig& config, uint64_t stream) {
   constexpr int kNumThreads = Target::kTuning.reduce_experts_threads;
-  const World world = is_internode() ? world_alone() : world_;
   const LaunchConfig launch_config{.num_blocks = config.num_channels,
                                    .num_threads = kNumThreads,
                                    .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows)};
-  detail::with_dtype<ReduceExpertsKernel>(dtype, [&]<class KernelType>(KernelType) {
-    launch_in<KernelType>(world, launch_config, args, stream);
+  detail::with_dtype<detail::OfDtype>(dtype, [&]<class Of>(Of) {
+    launch_in<ReduceExpertsKernel<Of::kDtype, false>>(world_alone(), launch_config, args, stream);
+  });
+}
+
+template <class Target>
+void Engine<Target>::combine_expanded(const CombinePlan& plan, CombineArgs args,
+                                      ReduceExpertsArgs sums, int num_local_blocks,
+                                      uint64_t stream) {
+  constexpr int kNumThreads = Target::kTuning.reduce_experts_threads;
+  const LaunchConfig launch_config = complete_combine(plan, &args);
+  // On the SMs that combine leaves. Where these are few, on all of them, and combine begins as the
+  // sums end.
+  const int num_left = num_local_blocks - launch_config.num_blocks;
+  const bool has_left = 2 * num_left >= num_local_blocks;
+  sums.lets_combine_begin = has_left || Target::kTuning.has_endless_sms;
+  sums.most_single_rows = args.most_single_rows;
+  // Without peers there is nothing to sum.
+  const int num_blocks = world_.num_ranks == 1 ? 1 : has_left ? num_left : num_local_blocks;
+  const LaunchConfig sums_config{.num_blocks = num_blocks,
+                                 .num_threads = kNumThreads,
+                                 .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows) +
+                                               PartCounts::num_bytes(world_.num_ranks, num_blocks)};
+  detail::with_dtype<detail::OfDtype>(plan.dtype, [&]<class Of>(Of) {
+    launch_pair<ReduceExpertsKernel<Of::kDtype, true>, CombineKernel<Of::kDtype, true>>(
+        sums_config, sums, launch_config, args, stream);
   });
 }
 

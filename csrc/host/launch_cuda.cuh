@@ -187,7 +187,8 @@ void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& 
   launch_config.dynamicSmemBytes = config.smem_bytes;
   launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
   launch_config.attrs = attributes;
-  launch_config.numAttrs = kBeginsEarly<KernelType> && config.may_begin_early ? 3 : 2;
+  constexpr bool kAwaitsEarlier = kBeginsEarly<KernelType> || kBeginsBeside<KernelType>;
+  launch_config.numAttrs = kAwaitsEarlier && config.may_begin_early ? 3 : 2;
   if (launch_by_driver<KernelType>(launch_config, args)) return;
   check(cudaLaunchKernelEx(&launch_config, entry_of<KernelType>(), args),
         kKernelNames[static_cast<int>(KernelType::kName)]);

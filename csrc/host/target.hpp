@@ -7,6 +7,9 @@
 //   template <class Kernel> void prepare()     makes the first launch as quick as the later ones
 //   template <class Kernel> void launch(const LaunchConfig&, const typename Kernel::Args&,
 //                                       uint64_t stream)
+//   template <class First, class Second>
+//   void launch_pair(const LaunchConfig&, const typename First::Args&, const LaunchConfig&,
+//                    const typename Second::Args&, uint64_t stream)   Second: kBeginsBeside
 //   void* allocate_mapped(size_t)              zeroed host memory, at the same address for kernels
 //   void  free_mapped(void*)
 //   void  fill_zero(void* heap_memory, size_t) when no kernel runs
@@ -34,14 +37,23 @@ struct LaunchConfig {
   int num_blocks;
   int num_threads;
   size_t smem_bytes;
-  // May hold its SMs before the launch before it ends: see early_launches.hpp.
+  // May hold its SMs before the launch before it ends: see early_launches.hpp, and kBeginsBeside.
   bool may_begin_early = false;
 };
 
-// Of kernels that wait for the launch before theirs themselves (arch::await_earlier_launch).
+// Of kernels that await the launch before theirs (arch::await_earlier_launch) before they touch
+// memory.
 template <class KernelType>
 constexpr bool kBeginsEarly = requires {
   requires KernelType::kBeginsEarly;
+};
+
+// Of kernels that are the second of a pair: they run beside the first, and await its end before they
+// end. They begin when all blocks of the first have begun and called arch::allow_later_launch. So
+// they cannot keep it from its SMs, and may wait for what it does; it never waits for them.
+template <class KernelType>
+constexpr bool kBeginsBeside = requires {
+  requires KernelType::kBeginsBeside;
 };
 
 // How wide kernels are on a target: GPUs want threads, the host wants few fibers.
@@ -79,6 +91,7 @@ struct Tuning {
   int number_threads;  // number_rows
   int expand_threads;
   int reduce_experts_threads;
+  bool has_endless_sms;      // blocks of any number run at once
   int num_collective_warps;  // of a block, after the first
   // of a shard, that a block takes at a time: at least while there are blocks left, and at most
   int least_part_vecs;

@@ -47,6 +47,7 @@ class CudaTarget {
                                      .number_threads = 512,
                                      .expand_threads = 1024,
                                      .reduce_experts_threads = 640,
+                                     .has_endless_sms = false,
                                      .num_collective_warps = 15,
                                      .least_part_vecs = 256,
                                      .most_part_vecs = 4096,
@@ -54,7 +55,9 @@ class CudaTarget {
                                      .add_slots_threads = 512};
 
   CudaTarget(int rank, int device)
-      : device_(device), smem_bytes_limit_(cuda_smem_bytes_limit(device)) {
+      : device_(device),
+        smem_bytes_limit_(cuda_smem_bytes_limit(device)),
+        can_begin_early_(has_early_launches(device)) {
     (void)rank;
   }
 
@@ -62,6 +65,16 @@ class CudaTarget {
   void prepare();
   template <class KernelType>
   void launch(const LaunchConfig& config, const typename KernelType::Args& args, uint64_t stream);
+
+  // Graphs keep the order, since captured launches of one stream keep theirs.
+  template <class First, class Second>
+  void launch_pair(const LaunchConfig& first_config, const typename First::Args& first,
+                   LaunchConfig second_config, const typename Second::Args& second,
+                   uint64_t stream) {
+    second_config.may_begin_early = can_begin_early_;
+    launch<First>(first_config, first, stream);
+    launch<Second>(second_config, second, stream);
+  }
 
   void* allocate_mapped(size_t num_bytes);
   void free_mapped(void* memory);
@@ -95,16 +108,18 @@ class CudaTarget {
   static bool is_current(int device) { return cuda_current_device() == device; }
   int device() const { return device_; }
   int smem_bytes_limit() const { return smem_bytes_limit_; }
-  bool can_begin_early() const;
+  bool can_begin_early() const { return can_begin_early_; }
   bool launches_block() const { return nic_ != nullptr; }
   using DeviceScope = CudaDeviceScope;
 
  private:
+  static bool has_early_launches(int device);
   void copy_in(void* memory, const void* source, size_t num_bytes);
   void copy_beside_kernels(void* to, const void* from, size_t num_bytes);
 
   int device_;
   int smem_bytes_limit_;
+  bool can_begin_early_;
   // Of a group of several nodes, one of them.
   std::shared_ptr<SoftwareNic> nic_;
   std::shared_ptr<NvshmemRailState> over_nvshmem_;

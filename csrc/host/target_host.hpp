@@ -51,6 +51,7 @@ class HostTarget {
       .number_threads = 64,
       .expand_threads = 64,
       .reduce_experts_threads = 64,
+      .has_endless_sms = true,
       .num_collective_warps = 6,
       .least_part_vecs = 2,
       .most_part_vecs = 3,
@@ -67,25 +68,17 @@ class HostTarget {
 
   template <class KernelType>
   void launch(const LaunchConfig& config, const typename KernelType::Args& args, uint64_t stream) {
-    using Args = typename KernelType::Args;
-    const simt::Grid grid{.kernel = name_of(KernelType::kName),
-                          .rank = rank_,
-                          .num_blocks = config.num_blocks,
-                          .num_threads = config.num_threads,
-                          .smem_bytes = config.smem_bytes,
-                          .begins_early = kBeginsEarly<KernelType>};
-    const simt::Body body = [](const void* raw) {
-      KernelType::run(*static_cast<const Args*>(raw));
-    };
-    if (simulation_ == nullptr) {
-      InterruptWatch interrupts;
-      simt::run(
-          grid, body, &args, [](void* watch) { static_cast<InterruptWatch*>(watch)->look(); },
-          &interrupts);
-    } else {
-      simulation_->launch(rank_, stream, grid, body, &args, sizeof(Args));
-      simulation_->synchronize(rank_, stream);
-    }
+    begin<KernelType>(config, args, stream);
+    if (simulation_ != nullptr) simulation_->synchronize(rank_, stream);
+  }
+  // Outside of a simulation one after the other, as where there are no SMs for both.
+  template <class First, class Second>
+  void launch_pair(const LaunchConfig& first_config, const typename First::Args& first,
+                   const LaunchConfig& second_config, const typename Second::Args& second,
+                   uint64_t stream) {
+    begin<First>(first_config, first, stream);
+    begin<Second>(second_config, second, stream);
+    if (simulation_ != nullptr) simulation_->synchronize(rank_, stream);
   }
 
   void* allocate_mapped(size_t num_bytes) {
@@ -134,6 +127,29 @@ class HostTarget {
   };
 
  private:
+  template <class KernelType>
+  void begin(const LaunchConfig& config, const typename KernelType::Args& args, uint64_t stream) {
+    using Args = typename KernelType::Args;
+    const simt::Grid grid{.kernel = name_of(KernelType::kName),
+                          .rank = rank_,
+                          .num_blocks = config.num_blocks,
+                          .num_threads = config.num_threads,
+                          .smem_bytes = config.smem_bytes,
+                          .begin = kBeginsEarly<KernelType>    ? simt::Begin::kEarly
+                                   : kBeginsBeside<KernelType> ? simt::Begin::kBeside
+                                                               : simt::Begin::kBehind};
+    const simt::Body body = [](const void* raw) {
+      KernelType::run(*static_cast<const Args*>(raw));
+    };
+    if (simulation_ != nullptr) {
+      return simulation_->launch(rank_, stream, grid, body, &args, sizeof(Args));
+    }
+    InterruptWatch interrupts;
+    simt::run(
+        grid, body, &args, [](void* watch) { static_cast<InterruptWatch*>(watch)->look(); },
+        &interrupts);
+  }
+
   int rank_;
   simt::Simulation* simulation_;
   std::shared_ptr<std::vector<RailPeer>> near_peers_;  // that kernels reach by stores

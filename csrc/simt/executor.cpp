@@ -238,7 +238,7 @@ void Executor::exit_fiber(Fiber* self) {
                    std::to_string(self->num_unread_groups) +
                    " groups without bulk_wait_read or bulk_wait)");
   }
-  if (self->is_early) {
+  if (self->owes_wait) {
     fail(self,
          "exits without await_earlier_launch: a later launch would not wait for earlier ones");
   }

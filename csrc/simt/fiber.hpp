@@ -41,6 +41,7 @@ enum class Wait : uint8_t {
   kMbarrier,
   kWord,
   kSleep,
+  kEarlierLaunch,
   kExited,
 };
 
@@ -71,7 +72,9 @@ struct Fiber {
   uint8_t lane = 0;
   Wait wait = Wait::kNone;
   bool has_note = false;
-  bool is_early = false;  // simulated machine: the launch before this one may not have ended
+  // Simulated machine: must await the launch before this one, and may touch no memory until then.
+  bool owes_wait = false;
+  bool is_early = false;
   // The condition of Wait::kWord, kMbarrier (address in `word`, parity in `seen`) and kSleep.
   uint8_t word_bytes = 0;
   uint32_t parked_index = 0;  // in the executor's list of those
@@ -193,6 +196,7 @@ struct Block {
   int index = 0;
   int num_live = 0;            // threads that have not exited
   bool posts_no_more = false;  // has called rail_done
+  bool allows_later = false;   // has called allow_later_launch, or ended
   SharedMemory smem;
   NamedBarrier barriers[kNumBarriers];
   StoreBuffer* stores = nullptr;
@@ -213,7 +217,14 @@ struct GridRun {
   uint64_t stream = 0;
   int num_live_blocks = 0;
   bool finished = false;
-  uint32_t start_time = 0;  // simulated machine: of the history
+  // Simulated machine. start_time: of the history, what all its fibers see; of a launch beside
+  // another one, that one's.
+  uint32_t start_time = 0;
+  bool has_begun = false;
+  int num_allowing_blocks = 0;  // that let the next launch begin
+  GridRun* earlier = nullptr;   // the launch before it in its stream, while that one runs
+  uint32_t earlier_end = 0;     // when it ended
+  FiberList awaiting_earlier;
   int num_warps_per_block = 0;
   std::vector<Stack> stacks;
   std::unique_ptr<Fiber*[]> fibers;  // [num_blocks * num_threads]

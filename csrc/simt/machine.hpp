@@ -12,6 +12,14 @@
 
 namespace deep_comm::simt {
 
+// When a launch begins. The launch before it in its stream allows the next one when all of its
+// blocks have called allow_later_launch, or have ended.
+enum class Begin : uint8_t {
+  kBehind,  // when the launch before it has ended
+  kEarly,   // when that one allows it; every thread awaits its end before it touches memory
+  kBeside,  // when that one allows it; every thread awaits its end before it ends itself
+};
+
 // What a launch needs to know. `kernel` is a literal; blocks and grids are one-dimensional.
 struct Grid {
   const char* kernel;
@@ -19,8 +27,7 @@ struct Grid {
   int num_blocks;
   int num_threads;  // of one block
   size_t smem_bytes;
-  // Every thread waits for the launch before (await_earlier_launch) before it touches memory.
-  bool begins_early = false;
+  Begin begin = Begin::kBehind;  // direct mode, where grids run in turn: kBehind
 };
 
 using Body = void (*)(const void* args);

@@ -66,6 +66,8 @@ std::string describe_wait(const Fiber* fiber, uint64_t seen_now) {
       return "has exited";
     case Wait::kSleep:
       return "sleeps";
+    case Wait::kEarlierLaunch:
+      return "waits for the end of the launch before";
     case Wait::kCollective:
       return describe_collective(fiber);
     case Wait::kBlockBarrier:

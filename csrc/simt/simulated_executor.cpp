@@ -109,15 +109,47 @@ void SimulatedExecutor::launch(int rank, uint64_t stream, const Grid& grid, Body
   if (is_killed(rank)) return;
   Stream& queue = streams_[{rank, stream}];
   queue.push_back(std::move(run));
-  if (queue.size() == 1) start_next(queue);
+  begin_those_allowed(queue);
 }
 
-void SimulatedExecutor::start_next(Stream& stream) {
+// `earlier`: the launch before it, which still runs, or null. What that one has written so far need
+// not be seen.
+void SimulatedExecutor::begin(GridRun& run, GridRun* earlier) {
   last_progress_step_ = step_;
   ++num_changes_;
-  num_fibers_ += static_cast<uint64_t>(stream.front()->num_fibers());
-  stream.front()->start_time = memory_.begin_launch();
-  start(*stream.front());
+  num_fibers_ += static_cast<uint64_t>(run.num_fibers());
+  run.has_begun = true;
+  run.earlier = earlier;
+  run.start_time = earlier != nullptr ? earlier->start_time : memory_.begin_launch();
+  start(run);
+}
+
+// Two at most: a launch allows the next one when it has awaited the end of the one before it.
+void SimulatedExecutor::begin_those_allowed(Stream& stream) {
+  if (stream.empty()) return;
+  GridRun& first = *stream.front();
+  if (!first.has_begun) begin(first, nullptr);
+  if (stream.size() == 1) return;
+  GridRun& second = *stream[1];
+  if (second.has_begun || second.grid.begin == Begin::kBehind) return;
+  if (first.num_allowing_blocks == first.grid.num_blocks) begin(second, &first);
+}
+
+void SimulatedExecutor::allow_later(Block* block) {
+  if (block->allows_later) return;
+  block->allows_later = true;
+  GridRun* run = block->grid;
+  if (++run->num_allowing_blocks == run->grid.num_blocks) allowing_.push_back(run);
+}
+
+void SimulatedExecutor::await_earlier(Fiber* self) {
+  GridRun* run = grid_of(self);
+  while (run->earlier != nullptr) {
+    self->wait = Wait::kEarlierLaunch;
+    run->awaiting_earlier.push_back(self);
+    suspend(self);
+  }
+  if (run->earlier_end != 0) memory_.see_end(self, run->earlier_end);
 }
 
 // What became visible before all running grids began, all of them see.
@@ -144,7 +176,16 @@ void SimulatedExecutor::retire_finished() {
     release(*run);
     Stream& stream = streams_[{run->grid.rank, run->stream}];
     stream.pop_front();
-    if (!stream.empty()) start_next(stream);
+    if (!stream.empty() && stream.front()->has_begun) {
+      GridRun& later = *stream.front();
+      later.earlier = nullptr;
+      later.earlier_end = memory_.begin_launch();
+      while (Fiber* fiber = later.awaiting_earlier.pop_front()) {
+        fiber->wait = Wait::kNone;
+        ready_.push(fiber);
+      }
+    }
+    begin_those_allowed(stream);
   }
   settle_history();
 }
@@ -177,6 +218,7 @@ void SimulatedExecutor::land_signal(int rank, uint64_t* word, uint64_t value) {
 }
 
 void SimulatedExecutor::on_block_exit(Block* block) {
+  allow_later(block);
   if (const BulkCopy* load = bulk_.find_load_of(block)) {
     fail(load->issuer, "the block ends while a bulk_load of " + std::to_string(load->num_bytes) +
                            " bytes still writes into its shared memory");
@@ -188,19 +230,22 @@ void SimulatedExecutor::kill(int rank) {
   rail_.drop(rank);
   for (auto& [key, stream] : streams_) {
     if (key.first != rank || stream.empty()) continue;
-    GridRun& run = *stream.front();
-    num_fibers_ -= static_cast<uint64_t>(run.num_fibers());
-    bulk_.drop_grid(run);
-    memory_.drop_grid(run);
-    for (size_t i = 0; i < parked_.size();) {
-      if (grid_of(parked_[i]) == &run) {
-        unpark(parked_[i]);
-      } else {
-        ++i;
+    for (std::unique_ptr<GridRun>& run : stream) {
+      if (!run->has_begun) break;
+      num_fibers_ -= static_cast<uint64_t>(run->num_fibers());
+      bulk_.drop_grid(*run);
+      memory_.drop_grid(*run);
+      for (size_t i = 0; i < parked_.size();) {
+        if (grid_of(parked_[i]) == run.get()) {
+          unpark(parked_[i]);
+        } else {
+          ++i;
+        }
       }
+      // Its fibers may be in the set of those that could run, which drops them when it comes to
+      // them.
+      dead_grids_.push_back(std::move(run));
     }
-    // Its fibers may be in the set of those that could run, which drops them when it comes to them.
-    dead_grids_.push_back(std::move(stream.front()));
     stream.clear();
   }
 }
@@ -232,7 +277,7 @@ bool SimulatedExecutor::is_stalled(int rank) {
 }
 
 Fiber* SimulatedExecutor::pick_next() {
-  if (failed_ || !finished_.empty()) return nullptr;
+  if (failed_ || !finished_.empty() || !allowing_.empty()) return nullptr;
   if (step_ % kStepsBetweenDeadlineChecks == 0) {
     for (size_t i = 0; i < parked_.size();) {
       parked_[i]->deadline_ns <= time_ns_ ? wake(parked_[i]) : void(++i);
@@ -267,10 +312,16 @@ SimulatedExecutor::Outcome SimulatedExecutor::run() {
     for (;;) {
       resume();
       if (failed_) return Outcome::kFailed;
+      const bool has_allowed = !allowing_.empty();
+      for (const GridRun* run : allowing_) {
+        begin_those_allowed(streams_[{run->grid.rank, run->stream}]);
+      }
+      allowing_.clear();
       if (!finished_.empty()) {
         retire_finished();
         return Outcome::kGridFinished;
       }
+      if (has_allowed) continue;
       if (step_ > options_.max_steps) {
         stop_reason_ = "the simulation took " + std::to_string(step_) + " steps without an end";
         return Outcome::kStuck;
@@ -297,7 +348,7 @@ SimulatedExecutor::Outcome SimulatedExecutor::run() {
 std::string SimulatedExecutor::describe_all() {
   std::string text;
   for (auto& [key, stream] : streams_) {
-    if (!stream.empty()) text += describe(*stream.front());
+    for (const auto& run : stream) text += describe(*run);
   }
   for (size_t rank = 0; rank < killed_.size(); ++rank) {
     if (killed_[rank]) text += "  rank " + std::to_string(rank) + " was killed\n";

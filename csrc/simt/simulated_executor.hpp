@@ -56,6 +56,8 @@ class SimulatedExecutor final : public Executor, private RailMemory {
     if (preempt_.strikes(random_)) [[unlikely]]
       yield(self);
   }
+  void allow_later(Block* block);
+  void await_earlier(Fiber* self);
   void note_progress() { last_progress_step_ = step_, ++num_changes_; }
 
   void make_ready(Fiber* fiber) override { ready_.push(fiber); }
@@ -69,7 +71,9 @@ class SimulatedExecutor final : public Executor, private RailMemory {
  protected:
   Fiber* pick_next() override;
   void on_fiber_start(Fiber* fiber) override {
-    fiber->is_early = grid_of(fiber)->grid.begins_early;
+    const Begin begin = grid_of(fiber)->grid.begin;
+    fiber->owes_wait = begin != Begin::kBehind;
+    fiber->is_early = begin == Begin::kEarly;
     if (options_.find_races && !block_of(fiber)->races) {
       block_of(fiber)->races = std::make_unique<Races>(*block_of(fiber));
     }
@@ -100,7 +104,8 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   }
   bool is_stalled(int rank);
   void retire_finished();
-  void start_next(Stream& stream);
+  void begin(GridRun& run, GridRun* earlier);
+  void begin_those_allowed(Stream& stream);
   void settle_history();
   bool go_on_after_idling();
   bool wake_where_condition_holds();
@@ -128,6 +133,7 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   std::string stop_reason_;
 
   std::map<StreamKey, Stream> streams_;
+  std::vector<GridRun*> allowing_;  // the next one in their stream, since a switch
   std::vector<GridRun*> finished_;
   std::vector<bool> killed_;
   // of killed ranks: their fibers may be in lists

@@ -61,10 +61,13 @@ class SimulatedMemory {
   SimulatedMemory(bool weak, bool allow_late_loads, int num_ranks, Random& random,
                   Executor& executor);
 
+  // After its grid has got a start_time.
   void start_fiber(Fiber* fiber) {
-    fiber->view = history_.all_until(history_.now());
+    fiber->view = history_.all_until(grid_of(fiber)->start_time);
     fiber->last_read = 0;
   }
+  // It has awaited the end of another launch.
+  void see_end(Fiber* fiber, uint32_t time) { fiber->view.join(history_.all_until(time)); }
   uint32_t now() const { return history_.now(); }
   // The time of a launch that begins now. No load belongs to both: a change of nothing follows.
   uint32_t begin_launch() { return history_.add({}) - 1; }

@@ -27,14 +27,22 @@ void require_begun(Fiber* self, const void* address) {
   t_state.executor->fail(self, "touches memory before await_earlier_launch");
 }
 
-void await_earlier_launch() { t_state.current->is_early = false; }
+void await_earlier_launch() {
+  Fiber* self = t_state.current;
+  if (t_state.simulated) t_state.simulated->await_earlier(self);
+  self->owes_wait = self->is_early = false;
+}
 
 void allow_later_launch() {
   Fiber* self = t_state.current;
-  if (!self->is_early) return;
-  t_state.executor->fail(self,
-                         "allow_later_launch before await_earlier_launch: the later launch would "
-                         "not wait for the earlier one");
+  if (self->owes_wait) {
+    t_state.executor->fail(self,
+                           "allow_later_launch before await_earlier_launch: the later launch would "
+                           "not wait for the earlier one");
+  }
+  if (!t_state.simulated) return;
+  t_state.simulated->allow_later(block_of(self));
+  t_state.simulated->maybe_preempt(self);
 }
 
 void simulated_touch(const void* address) {

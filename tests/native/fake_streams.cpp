@@ -183,12 +183,18 @@ class LoggedEngine final : public EngineCalls {
     launch("dispatch", stream, [=, this] { engine_.dispatch(plan, args, stream); });
   }
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
-                           const FewRows& few_rows) const override {
+                           const FewRows& few_rows, int num_own_topk) const override {
     log_.tell("plan", "combine", py::make_tuple(few_rows.most_rows, few_rows.num_sms));
-    return engine_.plan_combine(config, dtype, num_topk, row_bytes, few_rows);
+    return engine_.plan_combine(config, dtype, num_topk, row_bytes, few_rows, num_own_topk);
   }
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override {
     launch("combine", stream, [=, this] { engine_.combine(plan, args, stream); });
+  }
+  void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
+                        int num_local_blocks, uint64_t stream) override {
+    log_.tell("plan", "combine_expanded", num_local_blocks);
+    launch("combine_expanded", stream,
+           [=, this] { engine_.combine_expanded(plan, args, sums, num_local_blocks, stream); });
   }
 
   void barrier(uint64_t stream) override {

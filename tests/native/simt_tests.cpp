@@ -26,8 +26,9 @@ namespace {
 using Memory = py::array_t<uint64_t, py::array::c_style>;
 
 const Kernel& find_kernel(const std::string& name) {
-  for (const auto kernels : {warp_kernels(), block_kernels(), error_kernels(), bulk_kernels(),
-                             memory_kernels(), waiting_kernels(), push_kernels(), race_kernels()}) {
+  for (const auto kernels :
+       {warp_kernels(), block_kernels(), error_kernels(), bulk_kernels(), memory_kernels(),
+        waiting_kernels(), push_kernels(), race_kernels(), launch_kernels()}) {
     for (const Kernel& kernel : kernels) {
       if (name == kernel.name) return kernel;
     }
@@ -66,9 +67,11 @@ void run(Memory memory, const std::string& kernel, int rank, int num_blocks, int
 
 void launch(simt::Simulation& simulation, uint64_t stream, Memory memory, const std::string& kernel,
             int rank, int num_blocks, int num_threads, size_t smem_bytes,
-            const std::vector<int64_t>& params) {
-  const Launch launch =
-      make_launch(memory, kernel, rank, num_blocks, num_threads, smem_bytes, params);
+            const std::vector<int64_t>& params, const std::string& begin) {
+  Launch launch = make_launch(memory, kernel, rank, num_blocks, num_threads, smem_bytes, params);
+  launch.grid.begin = begin == "early"    ? simt::Begin::kEarly
+                      : begin == "beside" ? simt::Begin::kBeside
+                                          : simt::Begin::kBehind;
   py::gil_scoped_release release;
   simulation.launch(rank, stream, launch.grid, launch.body, &launch.args, sizeof launch.args);
 }
@@ -95,7 +98,7 @@ PYBIND11_MODULE(_simt_tests, m) {
         py::arg("params"));
   m.def("launch", &test::launch, py::arg("simulation"), py::kw_only(), py::arg("stream"),
         py::arg("memory").noconvert(), py::arg("kernel"), py::arg("rank"), py::arg("num_blocks"),
-        py::arg("num_threads"), py::arg("smem_bytes"), py::arg("params"));
+        py::arg("num_threads"), py::arg("smem_bytes"), py::arg("params"), py::arg("begin"));
   m.def(
       "synchronize",
       [](simt::Simulation& simulation, int rank, uint64_t stream) {

@@ -27,5 +27,6 @@ std::span<const Kernel> memory_kernels();
 std::span<const Kernel> waiting_kernels();
 std::span<const Kernel> push_kernels();
 std::span<const Kernel> race_kernels();
+std::span<const Kernel> launch_kernels();
 
 }  // namespace deep_comm::test

@@ -69,12 +69,14 @@ def launch(
     rank: int = 0,
     stream: int = 0,
     shape: Shape | None = None,
+    begin: str = "behind",
 ) -> None:
+    """``begin``: "behind", "early" or "beside" the launch before it (simt::Begin)."""
     shape = shape or Shape()
     native.launch(
         simulation, stream=stream, memory=memory, kernel=kernel, rank=rank,
         num_blocks=shape.num_blocks, num_threads=shape.num_threads, smem_bytes=shape.smem_bytes,
-        params=list(params),
+        params=list(params), begin=begin,
     )  # fmt: skip
 
 

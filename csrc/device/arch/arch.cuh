@@ -89,12 +89,13 @@
 //        posted has left.
 //
 // ---- launches -----------------------------------------------------------------------------------
-//   void await_earlier_launch()  // kernels that begin early: waits until the launch before this
-//        one in the stream has ended and all its writes are visible. Before this call a kernel must
-//        not read what earlier launches write, nor write what they read.
-//   void allow_later_launch()    // the next launch, if its kernel begins early, may begin as soon
-//        as all blocks of this one have called this and there is room. It says nothing about what
-//        this launch has written.
+//   void await_earlier_launch()  // kernels that begin early or beside the launch before them:
+//        waits until that launch has ended and all its writes are visible. Before this call a
+//        kernel must not read what that launch writes, nor write what it reads, unless words order
+//        the two.
+//   void allow_later_launch()    // the next launch, if its kernel begins early or beside this one,
+//        may begin as soon as a thread of every block has called this and there is room. It says
+//        nothing about what this launch has written.
 //
 // ---- waiting, time ------------------------------------------------------------------------------
 //   void wait_hint(const T* word, T seen, const uint32_t* abort_word, uint64_t deadline_ns)
@@ -170,6 +171,9 @@ enum class Fault : uint32_t {
   kEarlyCredit = 1u << 24,       // receivers inside a node free slots that they have not read
   kKeepProposal = 1u << 25,      // what a rank proposed before it gave up still counts
   kSkipBlame = 1u << 26,         // a rank does not tell its neighbours whom it blames
+  kSkipSums = 1u << 27,          // combine sends sums of expanded rows without waiting for them
+  kEarlySums = 1u << 28,         // the first part of a chunk's sums counts as all of them
+  kLostSums = 1u << 29,          // sums of expanded rows are made, but nobody hears of it
 };
 
 }  // namespace deep_comm

@@ -42,6 +42,9 @@ static_assert(simt::kFaultNames[23].bit == static_cast<uint32_t>(Fault::kSkipExi
 static_assert(simt::kFaultNames[24].bit == static_cast<uint32_t>(Fault::kEarlyCredit));
 static_assert(simt::kFaultNames[25].bit == static_cast<uint32_t>(Fault::kKeepProposal));
 static_assert(simt::kFaultNames[26].bit == static_cast<uint32_t>(Fault::kSkipBlame));
+static_assert(simt::kFaultNames[27].bit == static_cast<uint32_t>(Fault::kSkipSums));
+static_assert(simt::kFaultNames[28].bit == static_cast<uint32_t>(Fault::kEarlySums));
+static_assert(simt::kFaultNames[29].bit == static_cast<uint32_t>(Fault::kLostSums));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;
@@ -549,8 +552,7 @@ inline void rail_count(const RailPort& port, int peer, int qp, uint64_t num_byte
 inline void rail_done(const RailPort&) { simt::rail_done(); }
 
 // ---- launches -------------------------------------------------------------------------
-// A launch begins when the one before it has ended. The simulated machine still rejects what would
-// go wrong if it had begun earlier.
+// Outside of a simulation a launch begins when the one before it has ended.
 
 inline void await_earlier_launch() {
   if (!fault(Fault::kSkipLaunchWait)) simt::await_earlier_launch();

@@ -12,6 +12,9 @@
 // grid   num_channels blocks: num_senders warps, one that returns credits, one that publishes, and
 //        the others add
 // smem   num_senders x (stages + mbarriers), then a CombineEntry
+//        of an expanded output: then OwnRows. It runs beside reduce_experts, which makes the rows of
+//        x that return to peers; this rank's own rows are added from where the experts left them
+//        (combine_own_rows.cuh), and all threads await the end of reduce_experts
 // words  arrived, staging_line, staging_rows · owner: reader · written by each peer's block 0 ·
 //        entry
 // before entry: every rank's rings and staging are free and this rank's handle is complete
@@ -31,20 +34,21 @@ DC_DEVICE bool has_channel(const CombineArgs& args) {
 
 // A sending warp. Its loads begin before the mode is known. If this rank has staging, the mode is
 // probably staged.
+template <bool kIsExpanded>
 DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   StagePipe pipe = make_pipe(args.stage, args.barriers_offset);
-  ChunkSender sender(context, args, entry, pipe);
+  ChunkSender<kIsExpanded> sender(context, args, entry, pipe);
   if (args.staging_line != 0) sender.begin();
   arch::sync_block_apart();
   if (entry->mode == CombineMode::kStaged) return sender.run();
   sender.give_up();
   if (entry->mode == CombineMode::kRings && has_channel(args)) {
-    send_by_rings(context, args, entry, pipe);
+    send_by_rings<kIsExpanded>(context, args, entry, pipe);
   }
 }
 
-template <Dtype kDtype>
+template <Dtype kDtype, bool kIsExpanded>
 DC_DEVICE void combine(const CombineArgs& args) {
   const World& world = args.world;
   const Context context{world, Kernel::kCombine, current_generation(world)};
@@ -53,7 +57,7 @@ DC_DEVICE void combine(const CombineArgs& args) {
   CombineEntry* entry = CombineEntry::of_block(args);
   entry->reset();
   if (arch::warp_idx() < args.num_senders) {
-    enter_and_send(context, args, entry);
+    enter_and_send<kIsExpanded>(context, args, entry);
     note_in_warp(context, TraceStep::kSent);
   } else {
     if (arch::warp_idx() == args.num_senders) {
@@ -65,12 +69,16 @@ DC_DEVICE void combine(const CombineArgs& args) {
       note_in_warp(context, TraceStep::kEntered, static_cast<uint32_t>(entry->mode));
       retire_early(context);
     }
-    if (entry->mode == CombineMode::kStaged) receive_staged<kDtype>(context, args, entry);
+    if (entry->mode == CombineMode::kStaged) {
+      receive_staged<kDtype, kIsExpanded>(context, args, entry);
+    }
     if (entry->mode == CombineMode::kRings && has_channel(args)) {
-      receive_by_rings<kDtype>(context, args, entry);
+      receive_by_rings<kDtype, kIsExpanded>(context, args, entry);
     }
     note_in_warp(context, TraceStep::kLeft);
   }
+  // What follows in the stream comes after both.
+  if constexpr (kIsExpanded) arch::await_earlier_launch();
 }
 
 }  // namespace deep_comm

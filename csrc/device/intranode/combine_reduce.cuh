@@ -1,10 +1,26 @@
 // The adding half of combine, for both modes: one warp, one token.
 #pragma once
 
-#include "device/intranode/combine_entry.cuh"
-#include "device/move/reduce.cuh"
+#include "device/intranode/combine_own_rows.cuh"
 
 namespace deep_comm {
+
+// A whole warp, of an expanded output: waits for the sums of a chunk's rows before it loads them.
+DC_DEVICE bool await_summed(const Context& context, int peer, int chunk) {
+  bool ok = true;
+  if (arch::lane_idx() == 0 && !arch::fault(Fault::kSkipSums)) {
+    uint32_t value = 0;
+    // pairs with: reduce_for_peers — the sums of the chunk's rows
+    ok = await_tagged(context, summed_word(context.world, peer, chunk),
+                      {Stage::kSummed, Word::kSummed, context.world.rank, -1}, 1, &value);
+    // order-proof: the simulation asks for it after stores of the same thread; these are of other
+    // blocks. Before the bulk loads of this lane.
+    arch::fence_proxy_async_global();
+  }
+  ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
+  arch::sync_warp();  // hands the leader's acquire to the lanes that load weights
+  return ok;
+}
 
 // Calls take(index, row) for each bias of `token`; returns their number.
 template <class Take>
@@ -18,8 +34,16 @@ DC_DEVICE int take_biases(const CombineArgs& args, int token, const Take& take) 
   return num_biases;
 }
 
+// What a token's rows on this rank return for top-k entry k, of an expanded output.
+DC_DEVICE float own_weight(const CombineArgs& args, int64_t own_row, int k) {
+  const int64_t position = own_row * args.message.num_topk + k;
+  const int32_t row = arch::ld_nc(args.own.recv_rows + position);
+  return row >= 0 && row < args.own.num_rows ? arch::ld_nc(args.own.weights + row) : 0.0f;
+}
+
 // combined_topk_weights[token], summed over num_received rows; of a call with weights. The lanes load
 // several rows at once: otherwise each row would cost a trip to memory.
+template <bool kIsExpanded>
 DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, int num_received,
                            int own_position, int64_t own_row, int token) {
   const int num_topk = args.message.num_topk;
@@ -32,10 +56,19 @@ DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, 
       const int idx = first + group, end = min_of(num_at_once, num_received - first);
       float weight = 0.0f;
       if (group < end && k < num_topk) {
-        const float* row = idx == own_position
-                               ? args.topk_weights + own_row * num_topk
-                               : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
-        weight = arch::ld_weak(row + k);
+        if constexpr (kIsExpanded) {
+          weight =
+              idx == own_position
+                  ? own_weight(args, own_row, k)
+                  : arch::ld_weak(
+                        reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes) + k);
+        } else {
+          const float* row =
+              idx == own_position
+                  ? args.topk_weights + own_row * num_topk
+                  : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
+          weight = arch::ld_weak(row + k);
+        }
       }
       DC_NO_UNROLL
       for (int other = 0; other < end; ++other) {
@@ -50,10 +83,10 @@ DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, 
 
 // combined_x[token] and combined_topk_weights[token]. Lane r < R passes rank r's row, or null.
 // `own_row` is the index in x of this rank's own row, in every lane. `rows`: this warp's part of
-// shared memory.
-template <Dtype kDtype>
+// shared memory. own: of an expanded output, likewise; lane `rank` then passes any address.
+template <Dtype kDtype, bool kIsExpanded>
 DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int token,
-                         const uint8_t* row, int64_t own_row) {
+                         const uint8_t* row, int64_t own_row, [[maybe_unused]] OwnRows own) {
   const int rank = args.world.rank;
   const uint32_t present = arch::ballot(kFullMask, row != nullptr);
   const uint32_t positions = args.order.positions(token, present);
@@ -62,30 +95,37 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
     rows[idx] = bias;  // every lane stores the same
   });
   if (row != nullptr) rows[num_biases + (positions >> (4 * arch::lane_idx()) & 15u)] = row;
+  if constexpr (kIsExpanded) {
+    if (row != nullptr && arch::lane_idx() == rank) {
+      own.fill(args.own, own_row, [](int32_t) {});
+    }
+  }
   arch::sync_warp();  // the rows' addresses, and each lane's acquire, before any lane follows them
-  reduce_rows<kDtype>(args.combined_x + static_cast<int64_t>(token) * args.message.row_bytes, rows,
-                      num_biases + num_received, args.message.row_bytes / 16);
+  uint8_t* dst = args.combined_x + static_cast<int64_t>(token) * args.message.row_bytes;
+  if constexpr (!kIsExpanded) {
+    reduce_rows<kDtype>(dst, rows, num_biases + num_received, args.message.row_bytes / 16);
+  }
   const bool has_own = (present >> rank & 1u) != 0;
   const int own_position = has_own ? static_cast<int>(positions >> (4 * rank) & 15u) : -1;
+  if constexpr (kIsExpanded) {
+    reduce_rows_with_own<kDtype>(args.own, dst, rows, num_biases + num_received,
+                                 has_own ? num_biases + own_position : -1, own,
+                                 args.message.row_bytes);
+  }
   if (args.message.num_topk != 0) {
-    add_weights(args, rows + num_biases, num_received, own_position, own_row, token);
+    add_weights<kIsExpanded>(args, rows + num_biases, num_received, own_position, own_row, token);
   }
 }
 
-// The first row of x that `src` sent, if it sent any.
-DC_DEVICE int64_t first_row_of(const CombineArgs& args, int src) {
-  return src == 0 ? 0
-                  : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * args.world.num_ranks +
-                                args.world.rank);
-}
-
 // The weights that follow rows of x in shared memory. Those of the next row are loaded ahead, up to
-// one per lane: otherwise each row would wait for memory.
+// one per lane: otherwise each row would wait for memory. Those of an expanded output are written
+// while this kernel runs.
+template <bool kIsExpanded>
 class RowWeights {
  public:
   DC_DEVICE void load(const CombineArgs& args, int64_t row) {
     const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
-    if (lane < num_topk) ahead_ = arch::ld_nc(args.topk_weights + row * num_topk + lane);
+    if (lane < num_topk) ahead_ = load_one(args.topk_weights + row * num_topk + lane);
   }
   // Of the row loaded last.
   DC_DEVICE void write(const CombineArgs& args, uint8_t* meta, int64_t row) const {
@@ -94,11 +134,15 @@ class RowWeights {
     if (lane < num_topk) dst[lane] = ahead_;
     DC_NO_UNROLL
     for (int k = lane + kWarpSize; k < num_topk; k += kWarpSize) {
-      dst[k] = arch::ld_nc(args.topk_weights + row * num_topk + k);
+      dst[k] = load_one(args.topk_weights + row * num_topk + k);
     }
   }
 
  private:
+  DC_DEVICE static float load_one(const float* weight) {
+    return kIsExpanded ? arch::ld_weak(weight) : arch::ld_nc(weight);
+  }
+
   float ahead_ = 0.0f;
 };
 

@@ -15,7 +15,7 @@
 
 namespace deep_comm {
 
-// A contiguous range of x.
+// A contiguous range of x. Of the two that send_rows uses, that of the loads is ahead.
 class RowSource {
  public:
   DC_DEVICE RowSource(const CombineArgs& args, int begin, int end)
@@ -25,7 +25,7 @@ class RowSource {
     return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
   }
   DC_DEVICE void write_meta(uint8_t* meta, int row) const {
-    RowWeights weights;
+    RowWeights<false> weights;
     weights.load(args_, row);
     weights.write(args_, meta, row);
   }
@@ -36,6 +36,50 @@ class RowSource {
   int end_;
 };
 
+// The same of an expanded output: waits for the sums of a row's chunk. If a wait fails, what was
+// loaded before is sent, and nothing more.
+class SummedRowSource {
+ public:
+  // end: of both sources of a ring.
+  DC_DEVICE SummedRowSource(const Context& context, const CombineArgs& args, int peer, int begin,
+                            int* end)
+      : context_(context),
+        args_(args),
+        rows_(ChunkedRows::of(args, num_rows_between(args, peer, args.world.rank))),
+        peer_(peer),
+        first_row_(static_cast<int>(first_row_of(args, peer))),
+        next_(begin),
+        end_(end) {}
+  DC_DEVICE int next() {
+    if (next_ >= *end_) return -1;
+    const int number = (next_ - first_row_) / rows_.chunk_rows;
+    if (number != last_number_) {
+      last_number_ = number;
+      if (!await_summed(context_, peer_, number)) *end_ = next_;
+    }
+    return next_ < *end_ ? next_++ : -1;
+  }
+  DC_DEVICE const uint8_t* row(int row) const {
+    return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
+  }
+  DC_DEVICE void write_meta(uint8_t* meta, int row) const {
+    RowWeights<true> weights;
+    weights.load(args_, row);
+    weights.write(args_, meta, row);
+  }
+
+ private:
+  const Context& context_;
+  const CombineArgs& args_;
+  ChunkedRows rows_;
+  int peer_;
+  int first_row_;
+  int next_;
+  int* end_;
+  int last_number_ = -1;  // of the chunk that has been waited for
+};
+
+template <bool kIsExpanded>
 DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, CombineEntry* entry,
                             StagePipe& pipe, int channel, int dst) {
   const int num_ranks = args.world.num_ranks, num_channels = args.ring.num_channels;
@@ -46,14 +90,20 @@ DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, Com
   const int start = arch::ld_nc(starts + channel);
   const int num_rows = args.num_rows;  // a worst-case handle may name rows that were dropped
   const int begin = min_of(num_rows, source_begin + start);
-  const int end = min_of(num_rows, channel + 1 == num_channels
-                                       ? source_end
-                                       : source_begin + arch::ld_nc(starts + channel + 1));
+  int end = min_of(num_rows, channel + 1 == num_channels
+                                 ? source_end
+                                 : source_begin + arch::ld_nc(starts + channel + 1));
   RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
                   channel, dst);
-  send_rows(pipe, ring, SendReport(entry->progress, dst, args.num_send_tokens, pipe),
-            Pieces::of(args.message.row_bytes, args.stage), args.message.meta_bytes,
-            RowSource(args, begin, end), RowSource(args, begin, end));
+  const SendReport report(entry->progress, dst, args.num_send_tokens, pipe);
+  const Pieces pieces = Pieces::of(args.message.row_bytes, args.stage);
+  if constexpr (kIsExpanded) {
+    const SummedRowSource source(context, args, dst, begin, &end);
+    send_rows(pipe, ring, report, pieces, args.message.meta_bytes, source, source);
+  } else {
+    const RowSource source(args, begin, end);
+    send_rows(pipe, ring, report, pieces, args.message.meta_bytes, source, source);
+  }
 }
 
 // Lane r < R: the ordinal of `token` among the rows that rank r returns to this channel, or -1.
@@ -65,13 +115,14 @@ DC_DEVICE int load_head(const CombineArgs& args, int token, int end) {
 
 // One reducing warp. Lane r < R handles the rows of rank r: from its ring, or from x for this rank
 // itself.
-template <Dtype kDtype>
+template <Dtype kDtype, bool kIsExpanded>
 class RingReducer {
  public:
   DC_DEVICE RingReducer(const Context& context, const CombineArgs& args, int channel,
-                        const uint8_t** rows)
+                        const uint8_t** rows, OwnRows own)
       : args_(args),
         rows_(rows),
+        own_(own),
         is_peer_(arch::lane_idx() < args.world.num_ranks && arch::lane_idx() != args.world.rank),
         own_row_(first_row_of(args, args.world.rank) +
                  arch::ld_nc(args.recv_channel_prefix_matrix +
@@ -94,25 +145,28 @@ class RingReducer {
     if (head >= 0) {
       row = is_peer_ ? ring_.slot(head) : args_.x + own_row * args_.message.row_bytes;
     }
-    add_token<kDtype>(args_, rows_, token, row, own_row);
+    add_token<kDtype, kIsExpanded>(args_, rows_, token, row, own_row, own_);
     return true;
   }
 
  private:
   const CombineArgs& args_;
   const uint8_t** rows_;
+  OwnRows own_;
   bool is_peer_;
-  int64_t own_row_;  // this rank's first row of the channel, in x
+  int64_t own_row_;  // this rank's first row of the channel, in x or recv_rows
   RingReceiver ring_;
 };
 
 // One reducing warp: every num_warps-th token of the channel.
-template <Dtype kDtype>
+template <Dtype kDtype, bool kIsExpanded>
 DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, CombineEntry* entry,
                               int channel, int warp) {
   const int num_warps = CombineEntry::num_reduce_warps(args);
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
-  RingReducer<kDtype> reducer(context, args, channel, entry->rows[warp]);
+  RingReducer<kDtype, kIsExpanded> reducer(
+      context, args, channel, entry->rows[warp],
+      kIsExpanded ? OwnRows::of(args, warp) : OwnRows{nullptr});
   uint32_t num_done = 0;
   int next_head = load_head(args, range.begin + warp, range.end);
   for (int token = range.begin + warp; token < range.end; token += num_warps) {
@@ -185,21 +239,24 @@ DC_DEVICE void combine_publish(const Context& context, const CombineArgs& args, 
 }
 
 // Ring mode, a sending warp.
+template <bool kIsExpanded>
 DC_DEVICE void send_by_rings(const Context& context, const CombineArgs& args, CombineEntry* entry,
                              StagePipe& pipe) {
   const World& world = args.world;
   if (arch::warp_idx() >= world.num_ranks - 1) return;
   const int dst = (world.rank + 1 + arch::warp_idx()) % world.num_ranks;
-  if (!world.is_absent(dst)) combine_send(context, args, entry, pipe, arch::block_idx(), dst);
+  if (!world.is_absent(dst)) {
+    combine_send<kIsExpanded>(context, args, entry, pipe, arch::block_idx(), dst);
+  }
 }
 
 // Ring mode, the other warps.
-template <Dtype kDtype>
+template <Dtype kDtype, bool kIsExpanded>
 DC_DEVICE void receive_by_rings(const Context& context, const CombineArgs& args,
                                 CombineEntry* entry) {
   const int channel = arch::block_idx(), reducer = arch::warp_idx() - args.num_senders - 2;
   if (reducer >= 0) {
-    reduce_channel<kDtype>(context, args, entry, channel, reducer);
+    reduce_channel<kDtype, kIsExpanded>(context, args, entry, channel, reducer);
   } else if (reducer == -1) {
     combine_publish(context, args, entry, channel);
   } else {

@@ -9,6 +9,8 @@
 //        taken · this rank · see sync/generation.cuh
 // waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
 //        which waits only until a sender rings; senders ring before they wait
+//        of an expanded output, summed: unblocked by reduce_experts, which waits for nobody, and
+//        whose blocks have all begun
 #pragma once
 
 #include "device/intranode/combine_watch.cuh"
@@ -18,44 +20,9 @@
 
 namespace deep_comm {
 
-// Chunks of all peers in rotation, so that every rank receives from all others at the same pace.
-// Lane r holds those of rank r.
-class RotatingChunks {
- public:
-  static constexpr int kEnd = -1, kNone = -2;
-
-  DC_DEVICE explicit RotatingChunks(const CombineArgs& args)
-      : num_ranks_(args.world.num_ranks), rank_(args.world.rank) {
-    const int lane = arch::lane_idx();
-    if (lane < num_ranks_ && lane != rank_) {
-      num_chunks_ = ChunkedRows::of(args, num_rows_between(args, lane, rank_)).num_chunks();
-    }
-    for (int peer = 0; peer < num_ranks_; ++peer) {
-      most_chunks_ = max_of(most_chunks_, arch::shfl(kFullMask, num_chunks_, peer));
-    }
-  }
-  // The rotation advances with each round. Otherwise all ranks would begin a round with the same
-  // peer.
-  DC_DEVICE int at(uint32_t number) const {
-    const uint32_t num_peers = num_ranks_ - 1;
-    if (num_peers == 0) return kEnd;
-    const uint32_t chunk = number / num_peers;
-    if (chunk >= most_chunks_) return kEnd;
-    int peer = rank_ + 1 + (number + chunk) % num_peers;
-    if (peer >= num_ranks_) peer -= num_ranks_;
-    const bool is_one = chunk < arch::shfl(kFullMask, num_chunks_, peer);
-    return is_one ? peer * kMaxChunks + static_cast<int>(chunk) : kNone;
-  }
-
- private:
-  int num_ranks_;
-  int rank_;
-  uint32_t num_chunks_ = 0;   // of this lane's rank
-  uint32_t most_chunks_ = 0;  // of any peer
-};
-
 // One warp: sends the chunks it takes. Loads begin before the peers have arrived (begin), stores
 // after that (run). Lane r holds the rows of rank r.
+template <bool kIsExpanded>
 class ChunkSender {
  public:
   DC_DEVICE ChunkSender(const Context& context, const CombineArgs& args, CombineEntry* entry,
@@ -66,17 +33,21 @@ class ChunkSender {
         pipe_(pipe),
         pieces_(Pieces::of(args.message.row_bytes, args.stage)),
         chunks_(RotatingChunks(args), taken_work(context)->num_chunks,
-                arch::warp_idx() * arch::num_blocks() + arch::block_idx(),
-                args.num_staged_senders) {
-    const int peer = min_of(arch::lane_idx(), args.world.num_ranks - 1);
-    rows_ = ChunkedRows::of(args, num_rows_between(args, peer, args.world.rank));
-    first_row_ = static_cast<int>(first_row_of(args, peer));
-  }
+                arch::warp_idx() * arch::num_blocks() + arch::block_idx(), args.num_staged_senders),
+        rows_(args) {}
 
   DC_DEVICE void begin() {
-    load_.chunk = chunk_at(0);
-    if (load_.chunk.num_rows > 0) weights_.load(args_, row_of_x(load_.chunk, 0));
-    while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
+    if constexpr (kIsExpanded) {
+      // load_next takes the first chunk, too: a wait less in the code.
+      load_ = {.chunk = {-1, 0, 1, 0}, .index = ~0u, .row = 1, .piece = 0};
+      while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
+      const Chunk first = chunk_at(0);
+      if (first.num_rows > 0 && end_index_ != 0) weights_.load(args_, row_of_x(first, 0));
+    } else {
+      load_.chunk = chunk_at(0);
+      if (load_.chunk.num_rows > 0) weights_.load(args_, row_of_x(load_.chunk, 0));
+      while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
+    }
     const int peer = min_of(arch::lane_idx(), args_.world.num_ranks - 1);
     first_staged_row_ = num_staged_rows(args_, peer, args_.world.rank);
   }
@@ -88,6 +59,7 @@ class ChunkSender {
         staging_slot(args_, peer, entry_->staging_lines[peer], first_staged_row_));
     uint32_t num_chunks = 0;
     for (Chunk chunk = chunk_at(0); chunk.num_rows > 0; chunk = chunk_at(num_chunks)) {
+      if (kIsExpanded && num_chunks == end_index_) break;  // its rows have not been loaded
       if (!post(num_chunks, chunk.item)) break;
       uint8_t* base = reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, my_base, chunk.peer()));
       base += static_cast<size_t>(chunk.first) * args_.message.slot_bytes();
@@ -113,14 +85,6 @@ class ChunkSender {
   }
 
  private:
-  struct Chunk {
-    int item;   // peer and number
-    int first;  // row, among those that return to the peer
-    int num_rows;
-    int64_t x_row;
-
-    DC_DEVICE int peer() const { return item / kMaxChunks; }
-  };
   struct LoadCursor {
     Chunk chunk;
     uint32_t index = 0;
@@ -129,15 +93,15 @@ class ChunkSender {
   };
 
   // The index-th chunk of this warp; without rows after the last.
-  DC_DEVICE Chunk chunk_at(uint32_t index) {
-    const int item = chunks_.at(index);
-    if (item < 0) return {-1, 0, 0, 0};
-    const int peer = item / kMaxChunks, chunk = item % kMaxChunks;
-    const int num_rows = arch::shfl(kFullMask, rows_.num_rows, peer);
-    const int chunk_rows = arch::shfl(kFullMask, rows_.chunk_rows, peer);
-    const int first = chunk * chunk_rows;
-    return {item, first, min_of(chunk_rows, num_rows - first),
-            static_cast<int64_t>(arch::shfl(kFullMask, first_row_, peer)) + first};
+  DC_DEVICE Chunk chunk_at(uint32_t index) { return rows_.chunk(chunks_.at(index)); }
+
+  // Of the chunk that is loaded next. If the wait fails, this warp sends nothing more than what it
+  // has loaded before.
+  DC_DEVICE void await_sums() {
+    if (load_.chunk.num_rows == 0) return;
+    if (await_summed(context_, load_.chunk.peer(), load_.chunk.number())) return;
+    load_.chunk.num_rows = 0;
+    end_index_ = load_.index;
   }
 
   // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row will
@@ -152,6 +116,7 @@ class ChunkSender {
     if (load_.row == load_.chunk.num_rows && load_.row != 0) {
       load_.row = 0;
       load_.chunk = chunk_at(++load_.index);
+      if constexpr (kIsExpanded) await_sums();
     }
     if (load_.chunk.num_rows == 0) return;
     const int64_t row = row_of_x(load_.chunk, load_.row);
@@ -179,8 +144,17 @@ class ChunkSender {
         arch::fence_proxy_async_shared();
         arch::sync_warp();
         // Those of the row that is stored next. load_next has taken its chunk.
-        weights_.load(args_, row + 1 < chunk.num_rows ? row_of_x(chunk, row + 1)
-                                                      : row_of_x(chunk_at(index + 1), 0));
+        if constexpr (kIsExpanded) {
+          // Nothing orders this warp behind the sums of other rows.
+          const bool is_last = row + 1 == chunk.num_rows;
+          const Chunk next = is_last ? chunk_at(index + 1) : chunk;
+          if (next.num_rows > 0 && (!is_last || index + 1 != end_index_)) {
+            weights_.load(args_, row_of_x(next, is_last ? 0 : row + 1));
+          }
+        } else {
+          weights_.load(args_, row + 1 < chunk.num_rows ? row_of_x(chunk, row + 1)
+                                                        : row_of_x(chunk_at(index + 1), 0));
+        }
         num_bytes += meta_bytes;
       }
       if (arch::lane_idx() == 0) {
@@ -249,16 +223,16 @@ class ChunkSender {
   StagePipe& pipe_;
   Pieces pieces_;
   AskedQueue<RotatingChunks> chunks_;
-  ChunkedRows rows_;          // that return to this lane's rank
-  int first_row_;             // of them, in x
-  int first_staged_row_ = 0;  // of them, in the staging of this lane's rank
+  ReturnedRows rows_;
+  int first_staged_row_ = 0;  // that returns to this lane's rank, in the staging there
   LoadCursor load_;
   // Of the row that is stored next: begin loads the first row's, store_row the next row's. After
   // the last row they are of some row, and nobody writes them.
-  RowWeights weights_;
+  RowWeights<kIsExpanded> weights_;
   uint32_t ends_ = 0;  // lane i: stores up to the end of the last chunk whose index is i modulo 32
   uint32_t num_landed_ = 0;
   bool has_failed_ = false;
+  uint32_t end_index_ = ~0u;  // the first chunk whose sums did not come
 };
 
 // One warp; lane w publishes what sender w has landed. One fence serves all senders: see
@@ -301,16 +275,16 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
 }
 
 // Staged mode, the warps of a block that do not send.
-template <Dtype kDtype>
+template <Dtype kDtype, bool kIsExpanded>
 DC_DEVICE void receive_staged(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   const int reducer = arch::warp_idx() - args.num_senders - 2;
   if (reducer >= 0) {
-    add_ready<kDtype>(context, args, entry, reducer);
+    add_ready<kDtype, kIsExpanded>(context, args, entry, reducer);
   } else if (reducer == -1) {
     publish_chunks(context, args, entry);
   } else {
-    TokenWatch(context, args, entry).run();
+    TokenWatch<kIsExpanded>(context, args, entry).run();
   }
 }
 

@@ -3,15 +3,13 @@
 // peer's rows lie in the order in which it received them, hence by channel.
 #pragma once
 
-#include "device/intranode/args.cuh"
+#include "device/intranode/combine_chunks.cuh"
 #include "device/layout/ring_layout.cuh"
 #include "device/sync/barrier.cuh"
 
 namespace deep_comm {
 
 enum class CombineMode : int { kFailed, kRings, kStaged };
-
-inline constexpr int kMaxChunks = kMaxChannels * kChunksOfLine;  // of one pair of ranks
 
 // The chunks that the sending warps of a block have taken, for its publisher; in shared memory.
 struct LandedChunks {
@@ -26,14 +24,6 @@ struct LandedChunks {
     if (arch::thread_idx() < kMaxSenders) num_published[arch::thread_idx()] = 0;
   }
 };
-
-// Rows that rank `from` sent to rank `to`.
-DC_DEVICE int num_rows_between(const CombineArgs& args, int from, int to) {
-  const int num_ranks = args.world.num_ranks;
-  const int32_t* prefix = args.rank_prefix_matrix + to;
-  return arch::ld_nc(prefix + from * num_ranks) -
-         (from == 0 ? 0 : arch::ld_nc(prefix + (from - 1) * num_ranks));
-}
 
 // Rows that return to `owner` from the peers before `end`.
 DC_DEVICE int num_staged_rows(const CombineArgs& args, int owner, int end) {

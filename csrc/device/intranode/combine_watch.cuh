@@ -16,25 +16,6 @@
 
 namespace deep_comm {
 
-// One rank's rows to or from another, in chunks.
-struct ChunkedRows {
-  int num_rows;
-  int chunk_rows;
-
-  // Small chunks let a token be added sooner. But many chunks of one row slow the senders down
-  // (docs/design/0041).
-  DC_DEVICE static ChunkedRows of(const CombineArgs& args, int num_rows) {
-    const bool are_many = num_rows * (args.world.num_ranks - 1) > args.most_single_rows;
-    return {num_rows, max_of(are_many ? 2 : 1, ceil_div(num_rows, kMaxChunks))};
-  }
-  DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
-};
-
-// The word by which `from` tells `owner` that a chunk has landed.
-DC_DEVICE uint64_t* landed_word(const World& world, int owner, int from, int chunk) {
-  return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
-}
-
 // The adding warps of a block, in teams. A warp reads at most twice as much of a row as it can have
 // in flight.
 struct AddTeams {
@@ -50,21 +31,25 @@ struct AddTeams {
   }
 };
 
+template <bool kIsExpanded>
 class TokenWatch;
 
 // A wait of the whole warp: all lanes go on, or none. Through it `await` asks TokenWatch instead of
 // each lane, and one lane stands for all: it checks the deadline, sleeps on its word, and its rank
 // is named in the error.
+template <bool kIsExpanded>
 struct WatchContext {
   using Clock = WaitClock;
 
   const World& world;
-  const TokenWatch& watch;
+  const TokenWatch<kIsExpanded>& watch;
 };
-DC_DEVICE bool may_go_on(const WatchContext& context, const WaitFor& wait, uint64_t seen,
-                         uint64_t expected, uint64_t patience, WaitClock* clock);
+template <bool kIsExpanded>
+DC_DEVICE bool may_go_on(const WatchContext<kIsExpanded>& context, const WaitFor& wait,
+                         uint64_t seen, uint64_t expected, uint64_t patience, WaitClock* clock);
 
 // The watching warp. Lane i handles slot i of the window.
+template <bool kIsExpanded>
 class TokenWatch {
  public:
   DC_DEVICE TokenWatch(const Context& context, const CombineArgs& args, CombineEntry* entry)
@@ -175,7 +160,7 @@ class TokenWatch {
     const uint32_t pending = arch::ballot(kFullMask, is_pending());
     const uint32_t wanting = arch::ballot(kFullMask, wants_token());
     speaker_ = arch::ffs(pending != 0 ? pending : wanting) - 1;
-    const WatchContext watch_context{args_.world, *this};
+    const WatchContext<kIsExpanded> watch_context{args_.world, *this};
     return await_watch(watch_context, *this, {}, 0, pending != 0 ? 1 : 4);
   }
 
@@ -242,10 +227,18 @@ class TokenWatch {
       if (peer == rank) {
         own_row = own_first_ + row;
         own_position = position;
-        arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
-                            args_.message.row_bytes);
-        slot.rows[num_biases + position] =
-            args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
+        if constexpr (kIsExpanded) {
+          OwnRows::of(args_, arch::lane_idx()).fill(args_.own, own_row, [&](int32_t output_row) {
+            arch::bulk_prefetch(
+                args_.own.x + static_cast<int64_t>(output_row) * args_.message.row_bytes,
+                args_.message.row_bytes);
+          });
+        } else {
+          arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
+                              args_.message.row_bytes);
+          slot.rows[num_biases + position] =
+              args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
+        }
       } else {
         slot.rows[num_biases + position] =
             staging_slot(args_, rank, args_.staging_line, entry_->window.first_staged[peer] + row);
@@ -298,13 +291,14 @@ class TokenWatch {
   bool is_exhausted_ = false;
 };
 
-DC_DEVICE bool may_go_on(const WatchContext& context, const WaitFor&, uint64_t, uint64_t,
-                         uint64_t patience, WaitClock* clock) {
+template <bool kIsExpanded>
+DC_DEVICE bool may_go_on(const WatchContext<kIsExpanded>& context, const WaitFor&, uint64_t,
+                         uint64_t, uint64_t patience, WaitClock* clock) {
   return context.watch.may_go_on_all(patience, clock);
 }
 
 // One warp of a team: adds its columns of every token that the team gets.
-template <Dtype kDtype>
+template <Dtype kDtype, bool kIsExpanded>
 DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, CombineEntry* entry,
                          int adder) {
   const AddTeams teams = AddTeams::of(args);
@@ -330,12 +324,19 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
     const int slot_idx = window.ready[index % TokenWindow::kNumReady];
     const TokenWindow::Slot& slot = window.slots[slot_idx];
     const int64_t offset = static_cast<int64_t>(slot.token) * args.message.row_bytes;
-    reduce_rows<kDtype>(args.combined_x + offset, slot.rows, slot.num_rows,
-                        args.message.row_bytes / 16, member, teams.size);
+    if constexpr (kIsExpanded) {
+      const int own_position = slot.own_position < 0 ? -1 : slot.num_biases + slot.own_position;
+      reduce_rows_with_own<kDtype>(args.own, args.combined_x + offset, slot.rows, slot.num_rows,
+                                   own_position, OwnRows::of(args, slot_idx),
+                                   args.message.row_bytes, member, teams.size);
+    } else {
+      reduce_rows<kDtype>(args.combined_x + offset, slot.rows, slot.num_rows,
+                          args.message.row_bytes / 16, member, teams.size);
+    }
     // The members take turns: their columns cost them two trips to memory at most, the weights one.
     if (args.message.num_topk != 0 && member == index / teams.num_teams % teams.size) {
-      add_weights(args, slot.rows + slot.num_biases, slot.num_rows - slot.num_biases,
-                  slot.own_position, slot.own_row, slot.token);
+      add_weights<kIsExpanded>(args, slot.rows + slot.num_biases, slot.num_rows - slot.num_biases,
+                               slot.own_position, slot.own_row, slot.token);
     }
     arch::sync_warp();  // all lanes have read the slot
     if (arch::lane_idx() == 0) {

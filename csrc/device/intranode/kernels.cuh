@@ -45,14 +45,16 @@ struct DispatchKernel {
   }
 };
 
-template <Dtype kDtype>
+// kIsExpanded: beside ReduceExpertsKernel<kDtype, true>.
+template <Dtype kDtype, bool kIsExpanded>
 struct CombineKernel {
   using Args = CombineArgs;
   static constexpr Kernel kName = Kernel::kCombine;
   static constexpr bool kBlocksWait = true;
   // 26 warps leave 72 registers per thread: loads of four rows in flight without spilling.
   static constexpr int kMaxThreads = 832;
-  DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }
+  static constexpr bool kBeginsBeside = kIsExpanded;
+  DC_DEVICE static void run(const Args& args) { combine<kDtype, kIsExpanded>(args); }
 };
 
 struct BarrierKernel {
@@ -103,13 +105,20 @@ struct TransposeScalesKernel {
   DC_DEVICE static void run(const Args& args) { transpose_scales(args); }
 };
 
-template <Dtype kDtype>
+// kForPeers: inside a node, of tokens that return to peers, for CombineKernel<kDtype, true>.
+template <Dtype kDtype, bool kForPeers>
 struct ReduceExpertsKernel {
   using Args = ReduceExpertsArgs;
   static constexpr Kernel kName = Kernel::kReduceExperts;
   static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 640;
-  DC_DEVICE static void run(const Args& args) { reduce_experts<kDtype>(args); }
+  DC_DEVICE static void run(const Args& args) {
+    if constexpr (kForPeers) {
+      reduce_for_peers<kDtype>(args);
+    } else {
+      reduce_experts<kDtype>(args);
+    }
+  }
 };
 
 struct ShrinkBarrierKernel {

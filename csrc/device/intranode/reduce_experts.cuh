@@ -1,28 +1,38 @@
 // reduce_experts: adds the rows that a token has on this rank, before combine sends the sum back.
 // Local: no peer takes part. Each row still crosses the link once.
 //
+// Between nodes it runs before combine (reduce_experts). Inside a node it runs beside combine, which
+// is launched right behind it (reduce_for_peers): chunk by chunk in the order in which combine's
+// senders take them, and without this rank's own tokens, which combine adds itself.
+//
 // in     x [M, H] grouped by expert, recv_rows [N, K] of the dispatch; optional row_weights [M]
 // out    reduced_x [N, H] = round(((0 + w_a * x_a) + w_b * x_b) + …), in float32, top-k entries
 //        ascending; each product is rounded to float32 before it is added, the sum is rounded to
 //        the dtype once; w = 1 without row_weights
 //        reduced_weights [N, K] = weights[output row of the entry], 0 if it is on another rank
-// grid   any number of blocks and warps; a token per warp
-// smem   TokenRows, one per warp
-// not promised: rows past the received tokens, which combine does not read
+// grid   any number of blocks and warps; a token per warp, or a part of one: reduce_for_peers
+// smem   TokenRows, one per warp; reduce_for_peers: then PartCounts
+// words  reduce_for_peers: send_line.summed · this rank · read by combine's senders · release gpu /
+//        acquire sys
+// waits  none
+// not promised: rows past the received tokens, which combine does not read; reduce_for_peers: own
+//        tokens' rows
 #pragma once
 
+#include "device/intranode/combine_chunks.cuh"
 #include "device/intranode/token_rows.cuh"
+#include "device/sync/generation.cuh"
 
 namespace deep_comm {
 
-// One warp: dst = the sum of `rows`.
+// One warp: dst = the sum of `rows`, vectors [first_vec, num_vecs).
 template <Dtype kDtype>
 DC_DEVICE void reduce_rows_of_token(const ReduceExpertsArgs& args, uint8_t* dst,
-                                    const TokenRows& rows, int num_rows) {
+                                    const TokenRows& rows, int num_rows, int first_vec,
+                                    int num_vecs) {
   using Type = Numeric<kDtype>;
   constexpr int kInFlight = 4, kUnroll = 2;  // rows and vectors whose loads are issued together
-  const int num_vecs = args.row_bytes / 16;
-  for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
+  for (int base = first_vec + arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
     float sums[kUnroll][Type::kPerVec] = {};
     for (int first = 0; first < num_rows; first += kInFlight) {
       Vec16 vecs[kInFlight][kUnroll];
@@ -60,6 +70,17 @@ DC_DEVICE void reduce_rows_of_token(const ReduceExpertsArgs& args, uint8_t* dst,
   }
 }
 
+// One warp: reduced_weights of a token.
+DC_DEVICE void return_weights(const ReduceExpertsArgs& args, int64_t token) {
+  for (int k = arch::lane_idx(); k < args.num_topk; k += kWarpSize) {
+    const int64_t position = token * args.num_topk + k;
+    const int32_t row = arch::ld_nc(args.recv_rows + position);
+    const bool is_here = row >= 0 && row < args.num_rows;
+    arch::st_weak(args.reduced_weights + position,
+                  is_here ? arch::ld_nc(args.weights + row) : 0.0f);
+  }
+}
+
 template <Dtype kDtype>
 DC_DEVICE void reduce_experts(const ReduceExpertsArgs& args) {
   TokenRows& rows = TokenRows::of_warp();
@@ -68,16 +89,79 @@ DC_DEVICE void reduce_experts(const ReduceExpertsArgs& args) {
   for (int token = arch::warp_idx() * arch::num_blocks() + arch::block_idx(); token < num_tokens;
        token += step) {
     const int num_rows = rows.load(args.recv_rows, token, args.num_topk, args.num_rows);
-    reduce_rows_of_token<kDtype>(
-        args, args.reduced_x + static_cast<int64_t>(token) * args.row_bytes, rows, num_rows);
-    if (args.weights == nullptr) continue;
-    for (int k = arch::lane_idx(); k < args.num_topk; k += kWarpSize) {
-      const int64_t position = static_cast<int64_t>(token) * args.num_topk + k;
-      const int32_t row = arch::ld_nc(args.recv_rows + position);
-      const bool is_here = row >= 0 && row < args.num_rows;
-      arch::st_weak(args.reduced_weights + position,
-                    is_here ? arch::ld_nc(args.weights + row) : 0.0f);
+    reduce_rows_of_token<kDtype>(args,
+                                 args.reduced_x + static_cast<int64_t>(token) * args.row_bytes,
+                                 rows, num_rows, 0, args.row_bytes / 16);
+    if (args.weights != nullptr) return_weights(args, token);
+  }
+}
+
+// How many parts of a block's chunks are complete, by the block's own count of chunks.
+struct PartCounts {
+  uint32_t generation;  // of the combine
+  uint32_t counts[1];   // [most_chunks]
+
+  // The chunks of one of num_blocks blocks, at most.
+  DC_HOST_DEVICE static constexpr int most_chunks(int num_ranks, int num_blocks) {
+    return ceil_div(kMaxChunks * max_of(1, num_ranks - 1), num_blocks);
+  }
+  DC_HOST_DEVICE static constexpr size_t num_bytes(int num_ranks, int num_blocks) {
+    return sizeof(uint32_t) * static_cast<size_t>(1 + most_chunks(num_ranks, num_blocks));
+  }
+  DC_DEVICE static PartCounts& of_block() {
+    return *reinterpret_cast<PartCounts*>(arch::dynamic_smem() +
+                                          arch::num_warps() * sizeof(TokenRows));
+  }
+};
+
+// Each block has every num_blocks-th chunk, and its warps take turns with the parts of these: a whole
+// chunk per warp would let all chunks be ready at the end, and none before.
+template <Dtype kDtype>
+DC_DEVICE void reduce_for_peers(const ReduceExpertsArgs& args) {
+  constexpr int kVecsOfPart = 4 * kWarpSize;
+  const World& world = args.world;
+  PartCounts& parts = PartCounts::of_block();
+  const int most_chunks = PartCounts::most_chunks(world.num_ranks, arch::num_blocks());
+  for (int idx = arch::thread_idx(); idx < most_chunks; idx += arch::num_threads()) {
+    parts.counts[idx] = 0;
+  }
+  if (arch::thread_idx() == 0) parts.generation = current_generation(world);
+  arch::sync_block();
+  // Combine advances the generation when its blocks have read it.
+  if (args.lets_combine_begin) arch::allow_later_launch();
+
+  TokenRows& rows = TokenRows::of_warp();
+  const RotatingChunks order(args);
+  const ReturnedRows returned(args);
+  const int num_tokens = num_received(world, args.rank_prefix_matrix, args.num_tokens_limit);
+  const int num_vecs = args.row_bytes / 16, parts_of_row = ceil_div(num_vecs, kVecsOfPart);
+  const int parts_of_chunk = parts_of_row * returned.most_chunk_rows();
+  const uint32_t generation = parts.generation;
+  for (int turn = arch::warp_idx();; turn += arch::num_warps()) {
+    const int idx = turn / parts_of_chunk, part = turn - idx * parts_of_chunk;
+    const int item = order.at(static_cast<uint32_t>(idx * arch::num_blocks() + arch::block_idx()));
+    if (item == RotatingChunks::kEnd) return;
+    const Chunk chunk = returned.chunk(item);
+    const int row = part / parts_of_row, part_of_row = part - row * parts_of_row;
+    if (row >= chunk.num_rows) continue;  // short, or none
+    const int64_t token = chunk.x_row + row;
+    if (token < num_tokens) {
+      const int num_rows = rows.load(args.recv_rows, token, args.num_topk, args.num_rows);
+      reduce_rows_of_token<kDtype>(args, args.reduced_x + token * args.row_bytes, rows, num_rows,
+                                   part_of_row * kVecsOfPart,
+                                   min_of(num_vecs, (part_of_row + 1) * kVecsOfPart));
+      if (args.weights != nullptr && part_of_row == 0) return_weights(args, token);
     }
+    arch::sync_warp();  // what the lanes have stored
+    if (arch::lane_idx() != 0) continue;
+    // acq_rel, pairs with itself: the warp that completes the chunk has what the others have stored.
+    const uint32_t num_done = 1 + arch::atomic_add_acq_rel_cta(&parts.counts[idx], 1u);
+    const uint32_t num_all = static_cast<uint32_t>(chunk.num_rows * parts_of_row);
+    if (num_done != (arch::fault(Fault::kEarlySums) ? 1u : num_all)) continue;
+    if (arch::fault(Fault::kLostSums)) continue;
+    // pairs with: await_summed — the sums of the chunk's rows
+    arch::st_release_gpu(summed_word(world, chunk.peer(), chunk.number()),
+                         Tagged::pack(generation, 1));
   }
 }
 

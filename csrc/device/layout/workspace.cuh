@@ -87,6 +87,9 @@ struct alignas(kLineBytes) RecvLine {
 // Written by the receiver of a channel into its sender's segment.
 struct alignas(kLineBytes) SendLine {
   uint64_t head;  // Tagged: slots read
+  // Combine of expanded outputs; by the sender itself. Tagged: the sums of the rows of chunk line *
+  // kChunksOfLine + i, which returns to the destination, are complete.
+  uint64_t summed[kChunksOfLine];
 };
 static_assert(sizeof(RecvLine) == kLineBytes && sizeof(SendLine) == kLineBytes);
 

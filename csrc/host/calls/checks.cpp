@@ -1,4 +1,4 @@
-// The checks that calls of both tiers share, and the local sum of expanded rows before combine. Rules of
+// The checks that calls of both tiers share, and what the sums of expanded rows need. Rules of
 // x are in payload.cpp, those of handles in handle.cpp.
 #include <string>
 
@@ -170,8 +170,8 @@ std::vector<const void*> inputs_of(const CombineRequest& request) {
           request.bias[1].object, request.topk_idx.object};
 }
 
-ReducedRows reduce_experts(CallContext& context, CheckedCombine& combine,
-                           const DispatchRecord& handle, int num_local_blocks, CallOrder& order) {
+ReducedRows ReducedRows::allocate(CallContext& context, CheckedCombine& combine,
+                                  const DispatchRecord& handle, CallOrder& order) {
   ReducedRows reduced;
   if (!handle.expansion) return reduced;
   const ExpansionRecord& expansion = *handle.expansion;
@@ -187,7 +187,7 @@ ReducedRows reduce_experts(CallContext& context, CheckedCombine& combine,
   }
   // Between nodes these local kernels see one rank: how many tokens it has received.
   const RoutingAddresses& routing = handle.routing;
-  ReduceExpertsArgs args{};
+  ReduceExpertsArgs& args = reduced.args;
   args.rank_prefix_matrix = reinterpret_cast<const int32_t*>(
       context.group.is_internode() ? routing.num_received(context.group.num_ranks)
                                    : routing.rank_prefix);
@@ -201,9 +201,12 @@ ReducedRows reduce_experts(CallContext& context, CheckedCombine& combine,
   args.reduced_x = reinterpret_cast<uint8_t*>(combine.x);
   args.weights = reinterpret_cast<const float*>(weights);
   args.reduced_weights = reinterpret_cast<float*>(weights != 0 ? combine.weights : 0);
-  context.launch([&] {
-    context.engine.reduce_experts(args, combine.dtype, {num_local_blocks, 1, 1}, order.stream());
-  });
+  reduced.own = {.x = args.x,
+                 .recv_rows = args.recv_rows,
+                 .row_weights = args.row_weights,
+                 .weights = args.weights,
+                 .num_topk = args.num_topk,
+                 .num_rows = args.num_rows};
   return reduced;
 }
 

@@ -25,7 +25,8 @@ class CheckedInNodeCombine {
     combine_ = check_combine(context, request);
     plan_ = &plan_of(
         context, CombineKey{request.config, combine_.dtype, combine_.row_bytes, combine_.num_topk,
-                            handle().num_channels, handle().has_default_sms});
+                            handle().num_channels, handle().has_default_sms,
+                            handle().expansion ? handle().expansion->num_topk : 0});
     require_channels(handle(), plan_->rings.channels.num_channels, "num_sms");
   }
 
@@ -43,8 +44,7 @@ class ReservedInNodeCombine : public CheckedInNodeCombine {
   ReservedInNodeCombine(CheckedInNodeCombine&& checked, CallOrder& order)
       : CheckedInNodeCombine(std::move(checked)),
         order_(order),
-        reduced_(
-            reduce_experts(context_, combine_, handle(), plan_->rings.num_local_blocks, order)) {
+        reduced_(ReducedRows::allocate(context_, combine_, handle(), order)) {
     num_staging_rows_ = num_staging_rows(context_, handle());
     const size_t num_bytes = static_cast<size_t>(num_staging_rows_) * plan_->staging_row_bytes;
     staging_ = context_.memory.take(num_bytes, order, true);
@@ -75,7 +75,15 @@ class LaunchedInNodeCombine : public ReservedInNodeCombine {
     args.recv_channel_prefix_matrix = pointer_of<int32_t>(routing.recv_channel_prefix);
     args.send_head = pointer_of<int32_t>(routing.send_head);
     set_combine(context_.memory, combine_, combined_, &args);
-    context_.launch([&] { context_.engine.combine(plan_->combine, args, order_.stream()); });
+    args.own = reduced_.own;
+    context_.launch([&] {
+      if (handle().expansion) {
+        context_.engine.combine_expanded(plan_->combine, args, reduced_.args,
+                                         plan_->rings.num_local_blocks, order_.stream());
+      } else {
+        context_.engine.combine(plan_->combine, args, order_.stream());
+      }
+    });
   }
 
   CombineResult receive() {

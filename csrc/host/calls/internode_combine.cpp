@@ -46,7 +46,13 @@ class ReservedTierCombine : public CheckedTierCombine {
   ReservedTierCombine(CheckedTierCombine&& checked, CallOrder& order)
       : CheckedTierCombine(std::move(checked)),
         order_(order),
-        reduced_(reduce_experts(context_, checked_, handle(), plan_.num_local_blocks, order_)) {
+        reduced_(ReducedRows::allocate(context_, checked_, handle(), order_)) {
+    if (handle().expansion) {
+      context_.launch([&] {
+        context_.engine.reduce_experts(reduced_.args, checked_.dtype,
+                                       {plan_.num_local_blocks, 1, 1}, order_.stream());
+      });
+    }
     combined_ = CombinedTensors::allocate(context_, checked_, order_);
     // Without the places of rows, or room for them, the rings serve.
     num_staging_rows_ = num_staging_rows_of(context_.group, handle());

@@ -15,7 +15,7 @@ from deep_comm import local
 from deep_comm.settings import env
 
 T, H, K, E, SMS = 6, 64, 2, 4, 132
-NAMES = ("number_rows", "expand_rows", "transpose_scales", "reduce_experts")
+NAMES = ("number_rows", "expand_rows", "transpose_scales", "combine_expanded")
 BETWEEN_NODES = ("number_received", "expand_received", "transpose_scales", "reduce_experts")
 TWO_NODES: dict[str, Any] = {"num_rdma_bytes": 8 << 20, "ranks_per_node": 1}
 

@@ -6,8 +6,11 @@ import random
 import expanded
 import pytest
 from cases import Case
-from schedules import find_fault, run_seeds
+from schedules import find_fault, pass_without_fault, run_seeds
 from test_simulated_end_to_end import small_case
+
+from deep_comm import simulate
+from deep_comm.errors import PeerTimeout
 
 NUM_FAULT_SEEDS = 60
 
@@ -34,6 +37,7 @@ RINGS = Case(
     nvl_bytes=1 << 20, direct_bytes=0, smem_bytes=8000, seed=2,
 )  # fmt: skip
 DIRECT = dataclasses.replace(RINGS, tokens=(19, 16, 22), direct_bytes=1 << 19)
+ONE_BLOCK = dataclasses.replace(DIRECT, num_sms=1)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +49,43 @@ DIRECT = dataclasses.replace(RINGS, tokens=(19, 16, 22), direct_bytes=1 << 19)
         (DIRECT, "weaken_release"),
         (DIRECT, "skip_bulk_wait"),
         (DIRECT, "skip_entry_barrier"),
+        # Of the sums beside combine: senders do not wait; a chunk of several rows is announced when
+        # the first one is complete; combine ends without them; words of the call before.
+        (RINGS, "skip_sums"),
+        (RINGS, "early_sums"),
+        (DIRECT, "skip_sums"),
+        (DIRECT, "early_sums"),
+        (ONE_BLOCK, "skip_sums"),
+        (DIRECT, "skip_launch_wait"),
+        (DIRECT, "ignore_generation"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_protocol_with_a_step_left_out_fails(case: Case, fault: str) -> None:
     find_fault(fault, case, expanded.run_case, expanded.verify, NUM_FAULT_SEEDS)
+
+
+@pytest.mark.parametrize("case", [RINGS, DIRECT, ONE_BLOCK], ids=("rings", "direct", "one_block"))
+def test_the_same_runs_pass_without_a_fault(case: Case) -> None:
+    pass_without_fault(case, expanded.run_case, expanded.verify)
+
+
+@pytest.mark.parametrize("case", [RINGS, DIRECT], ids=("rings", "direct"))
+def test_sums_that_never_come_are_named_and_nothing_is_sent_for_them(case: Case) -> None:
+    """Ranks without tokens wait for their own sums alone, the one with tokens for their rows."""
+    case = dataclasses.replace(case, tokens=(14, 0, 0))
+
+    def one(group: simulate.SimulatedGroup) -> PeerTimeout:
+        with pytest.raises(PeerTimeout) as caught:
+            expanded.run_case(group, case)
+        return caught.value
+
+    for seed in range(4):
+        first, *others = simulate.run(
+            one, case.num_ranks, seed, faults=("lost_sums",), on_stuck="clock", timeout_s=120
+        )
+        assert (first.kernel, first.stage) == ("combine", "reduce")
+        assert first.peer in (1, 2)
+        for rank, error in enumerate(others, 1):
+            assert (error.rank, error.peer, error.kernel) == (rank, rank, "combine")
+            assert (error.stage, error.word) == ("summed", "summed")
