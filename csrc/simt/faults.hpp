@@ -25,7 +25,7 @@ inline constexpr FaultName kFaultNames[] = {
     {"await_absent", 1u << 20},       {"ignore_generation", 1u << 21},
     {"early_generation", 1u << 22},   {"skip_exit_barrier", 1u << 23},
     {"early_credit", 1u << 24},       {"keep_proposal", 1u << 25},
-    {"skip_blame", 1u << 26},
+    {"skip_blame", 1u << 26},         {"early_landed", 1u << 27},
 };
 
 }  // namespace deep_comm::simt

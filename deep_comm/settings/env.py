@@ -101,8 +101,9 @@ EARLY_LAUNCHES: Variable[bool] = Variable(
     "DEEP_COMM_EARLY_LAUNCHES",
     "0 or 1",
     True,
-    "low-latency launches of Buffers built from then on may take SMs while the one before them "
-    "still runs; 0: never, where collectives of other libraries run beside them on other streams",
+    "launches of low-latency calls and of expanded dispatches, of Buffers built from then on, may "
+    "take SMs while the one before them still runs; 0: never, where collectives of other libraries "
+    "run beside them on other streams, or ranks share a GPU through MPS",
     _parse_flag,
 )
 NUM_DIRECT_BYTES: Variable[int | None] = Variable(

@@ -171,6 +171,7 @@ enum class Fault : uint32_t {
   kEarlyCredit = 1u << 24,       // receivers inside a node free slots that they have not read
   kKeepProposal = 1u << 25,      // what a rank proposed before it gave up still counts
   kSkipBlame = 1u << 26,         // a rank does not tell its neighbours whom it blames
+  kEarlyLanded = 1u << 27,       // expanded dispatch says that rows have landed when they are taken
 };
 
 }  // namespace deep_comm

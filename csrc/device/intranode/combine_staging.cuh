@@ -11,8 +11,6 @@ namespace deep_comm {
 
 enum class CombineMode : int { kFailed, kRings, kStaged };
 
-inline constexpr int kMaxChunks = kMaxChannels * kChunksOfLine;  // of one pair of ranks
-
 // The chunks that the sending warps of a block have taken, for its publisher; in shared memory.
 struct LandedChunks {
   static constexpr int kMaxSenders = kMaxRanks;

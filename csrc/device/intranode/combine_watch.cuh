@@ -11,6 +11,7 @@
 //        teams: for the watch. Senders wait for neither
 #pragma once
 
+#include "device/channel/landed.cuh"
 #include "device/intranode/combine_reduce.cuh"
 #include "device/sync/generation.cuh"
 
@@ -29,11 +30,6 @@ struct ChunkedRows {
   }
   DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
 };
-
-// The word by which `from` tells `owner` that a chunk has landed.
-DC_DEVICE uint64_t* landed_word(const World& world, int owner, int from, int chunk) {
-  return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
-}
 
 // The adding warps of a block, in teams. A warp reads at most twice as much of a row as it can have
 // in flight.

@@ -199,7 +199,8 @@ def wrong_guess(
     """Rank 1 has one token and gets ``most`` more: nobody could tell it before.
 
     ``launches_of``: a dispatch whose rows could not leave at once, and one as it should be: notify,
-    what numbers rows, a dispatch that left at once, the one that moved, what places rows.
+    what numbers rows, a dispatch that left at once, the one that moved, and with each what places
+    rows.
     """
     free = buffer._context.region.num_free_bytes
     cast = {name: value for name, value in options.items() if name != "expand"}
@@ -232,9 +233,9 @@ def wrong_guess(
     ("options", "launches"),
     [
         ({}, (3, 2)),
-        (dict(expand=True), (5, 4)),
+        (dict(expand=True), (6, 4)),
         *((cast, (3, 2)) for cast in CASTS.values()),
-        (dict(use_fp8=True, expand=True), (5, 4)),
+        (dict(use_fp8=True, expand=True), (6, 4)),
     ],
     ids=["plain", "expanded", *CASTS, "cast-expanded"],
 )
@@ -254,7 +255,7 @@ def test_schedules_of_guesses_that_are_wrong(seed: int, expand: bool) -> None:
         with deep_comm.Buffer(
             group, 1 << 19, num_direct_bytes=1 << 18, device="cpu", timeout_s=20
         ) as buffer:
-            launches = (5, 4) if expand else (3, 2)
+            launches = (6, 4) if expand else (3, 2)
             wrong_guess(buffer, group.rank(), 9, launches, expand=expand)
 
     simulate.run(main, R, seed, timeout_s=60)
