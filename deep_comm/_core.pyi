@@ -42,6 +42,7 @@ class Engine:
         heap_bytes: int,
         num_max_experts: int,
         timeout_ns: int,
+        begins_early: bool = True,  # launches may hold SMs while the one before them ends
         simulation: Simulation | None = None,  # host target only
     ) -> None: ...
     @staticmethod
@@ -67,7 +68,7 @@ class Engine:
     low_latency_hand_on_tokens: int  # between nodes: from so many on a token crosses once to a node
     smem_bytes_limit: int  # shared memory of a block; smaller values cut rows into more pieces
     skips_launches: bool  # for measuring the host's part: all is done but the launch
-    begins_early: bool  # a low-latency launch of now may begin while the one before it ends
+    begins_early: bool  # a launch of now may hold SMs while the one before it ends
     calls: object  # a door (csrc/bind/doors.hpp) for native calls; it keeps the engine
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
 
@@ -114,14 +115,11 @@ class Engine:
     masked_offset: int  # from the heap's start: int32 [max_ranks], ranks that this one does without
     votes_offset: int  # int32 [max_ranks, max_ranks]: [from, rank], the same of the others
     rail_masked_offset: int  # of a group of several nodes, both in one: int64 [R]
-    def enable_low_latency(
-        self, *, num_bytes: int, can_shrink: bool = False, begins_early: bool = True
-    ) -> None:
+    def enable_low_latency(self, *, num_bytes: int, can_shrink: bool = False) -> None:
         """Take the last num_bytes of the heap, a multiple of 128. Once,
         before anything is launched.
 
-        can_shrink: kernels do without ranks that stay silent. begins_early: launches may hold SMs
-        while the one before them ends."""
+        can_shrink: kernels do without ranks that stay silent."""
     def set_low_latency_sequence(self, sequence: int) -> None:
         """For tests: as if so many operations of each kind, at least 4, had run."""
     def reset_low_latency(self) -> None:

@@ -21,6 +21,7 @@ class Engine:
         heap_bytes: int,
         num_max_experts: int,
         timeout_ns: int,
+        begins_early: bool = True,
     ) -> None: ...
 
 def allocate(device: int, num_bytes: int) -> int:

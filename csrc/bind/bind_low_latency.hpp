@@ -20,7 +20,7 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
   using namespace pybind11::literals;
   using Type = Engine<Target>;
   engine.def("enable_low_latency", &Type::enable_low_latency, py::kw_only(), "num_bytes"_a,
-             "can_shrink"_a = false, "begins_early"_a = true);
+             "can_shrink"_a = false);
   engine.def_readwrite("low_latency_hand_on_tokens", &Type::low_latency_hand_on_tokens);
   engine.def_property_readonly("max_ranks", [](const Type&) { return kMaxRanks; });
   engine.def_property_readonly("masked_offset", &Type::masked_offset);

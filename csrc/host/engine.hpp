@@ -41,6 +41,7 @@ struct EngineOptions {
   size_t heap_bytes;
   int num_max_experts;
   uint64_t timeout_ns;
+  bool begins_early;  // launches may hold SMs while the one before them ends
 };
 
 // What calls use is described at EngineCalls.
@@ -58,6 +59,9 @@ class Engine final : public EngineCalls {
   std::optional<Counts> wait_counts() override;
   DispatchPlan plan_dispatch(const DispatchOptions& options) const override;
   void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) override;
+  void dispatch_expanded(const DispatchPlan& plan, const DispatchArgs& args,
+                         const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
+                         uint64_t stream) override;
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
                            const FewRows& few_rows, int num_own_topk) const override;
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override;
@@ -68,7 +72,6 @@ class Engine final : public EngineCalls {
 
   // Expanded outputs; defined in expand_impl.hpp.
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override;
-  void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream) override;
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
                       uint64_t stream) override;
   void number_received(NumberReceivedArgs args, const ChannelConfig& config,
@@ -92,8 +95,8 @@ class Engine final : public EngineCalls {
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it, or of what enable_internode has left, and what lies
   // before them to the words of groups of several nodes. Once, before anything is launched.
-  // can_shrink: its kernels do without ranks that stay silent. begins_early: its launches may.
-  void enable_low_latency(size_t num_bytes, bool can_shrink, bool begins_early);
+  // can_shrink: its kernels do without ranks that stay silent.
+  void enable_low_latency(size_t num_bytes, bool can_shrink);
   // From the segment's start: int32 [kMaxRanks] and [kMaxRanks, kMaxRanks], see sync/mask.cuh.
   size_t masked_offset() const { return world_.layout.low_latency.masked; }
   size_t votes_offset() const { return world_.layout.low_latency.votes; }
@@ -170,7 +173,7 @@ class Engine final : public EngineCalls {
   int64_t num_launches() const { return num_launches_; }
   bool is_synchronous() const override { return Target::kIsSynchronous; }
   bool launches_block() const override { return target_.launches_block(); }
-  // Whether a low-latency launch of now may begin while the one before it ends.
+  // Whether a launch of now may hold SMs while the one before it ends.
   bool begins_early() const { return early_launches_.are_safe(); }
   // Shared memory a block may use: smaller values cut rows into more pieces.
   int smem_bytes_limit;
@@ -269,6 +272,7 @@ class Engine final : public EngineCalls {
   bool can_shrink_ = false;
   LowLatencyRegion low_latency_region_{};
   EarlyLaunches early_launches_;
+  bool may_begin_early_ = false;
   RailReach low_latency_reach_{};  // of a group of several nodes
   int num_max_experts_ = 0;
   CountsBlock* counts_ = nullptr;

@@ -80,6 +80,11 @@ class EngineCalls {
   virtual std::optional<Counts> wait_counts() = 0;
   virtual DispatchPlan plan_dispatch(const DispatchOptions& options) const = 0;
   virtual void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) = 0;
+  // With expanded outputs: `expand` completes them, beside the dispatch, if may_run_beside and nothing
+  // can wait in a circle (early_launches.hpp), on half of num_blocks; else behind it, on all.
+  virtual void dispatch_expanded(const DispatchPlan& plan, const DispatchArgs& args,
+                                 const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
+                                 uint64_t stream) = 0;
   // num_own_topk: selections of an expanded output, for combine_expanded; 0: for combine.
   virtual CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
                                    int row_bytes, const FewRows& few_rows,
@@ -92,12 +97,10 @@ class EngineCalls {
 
   // ---- expanded outputs: local kernels, on as many blocks as `config` has channels
   virtual void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) = 0;
-  virtual void expand_rows(const ExpandArgs& args, const ChannelConfig& config,
-                           uint64_t stream) = 0;
-  // Between nodes these stand for number_rows and expand_rows, and sum rows before combine.
-  // rank_prefix_matrix is [1, 1]: the rows received.
   virtual void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
                               const ChannelConfig& config, uint64_t stream) = 0;
+  // Between nodes these two stand for number_rows and dispatch_expanded's second half, and the sums
+  // come before combine. rank_prefix_matrix is [1, 1], here and in reduce_experts: the rows received.
   virtual void number_received(NumberReceivedArgs args, const ChannelConfig& config,
                                uint64_t stream) = 0;
   virtual void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,

@@ -80,6 +80,7 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
   world_.num_ranks = options.num_ranks;
   world_.layout = WorkspaceLayout::make(options.num_ranks, options.num_max_experts);
   world_.timeout_ns = options.timeout_ns;
+  may_begin_early_ = options.begins_early && target_.can_begin_early();
   require(options.heap_bytes >= world_.layout.data, "heap_bytes = ", options.heap_bytes,
           ", must be at least ", world_.layout.data);
   for (int rank = 0; rank < options.num_ranks; ++rank) {

@@ -20,13 +20,29 @@ void Engine<Target>::number_rows(NumberRowsArgs args, const ChannelConfig& confi
 }
 
 template <class Target>
-void Engine<Target>::expand_rows(const ExpandArgs& args, const ChannelConfig& config,
-                                 uint64_t stream) {
-  constexpr int kNumThreads = Target::kTuning.expand_threads;
-  launch<ExpandKernel>({.num_blocks = config.num_channels,
-                        .num_threads = kNumThreads,
-                        .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows)},
-                       args, stream);
+void Engine<Target>::dispatch_expanded(const DispatchPlan& plan, const DispatchArgs& args,
+                                       const ExpandRowsArgs& expand, int num_blocks,
+                                       bool may_run_beside, uint64_t stream) {
+  constexpr int kNumThreads = Target::kTuning.expand_rows_threads;
+  const DispatchOptions& options = plan.options;
+  const bool may_be_direct = args.output_line != 0;
+  if (may_be_direct) check_output(args, options);
+  // It holds SMs while it waits for the peers. Half of them copy faster than rows arrive; the others
+  // are left to whatever the peers' progress may hang on.
+  if (may_run_beside && may_begin_early_) early_launches_.join(target_.device());
+  const bool is_beside = may_run_beside && early_launches_.are_safe();
+  const LaunchConfig expand_config{.num_blocks = is_beside ? ceil_div(num_blocks, 2) : num_blocks,
+                                   .num_threads = kNumThreads,
+                                   .smem_bytes = Arriving::smem_bytes(kNumThreads),
+                                   .begins_behind = !is_beside};
+  const LaunchConfig& config = plan.variant(may_be_direct).launch;
+  if (options.is_quantised) {
+    launch_pair<DispatchKernel<true, true>, ExpandKernel>(config, args, expand_config, expand,
+                                                          stream);
+  } else {
+    launch_pair<DispatchKernel<true, false>, ExpandKernel>(config, args, expand_config, expand,
+                                                           stream);
+  }
 }
 
 template <class Target>

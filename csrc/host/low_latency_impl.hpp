@@ -6,7 +6,7 @@
 namespace deep_comm {
 
 template <class Target>
-void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink, bool begins_early) {
+void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   using detail::require;
   check_open();
   require(low_latency_bytes_ == 0 && num_launches_ == 0,
@@ -19,7 +19,7 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink, bool 
   low_latency_report_ = static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t)));
   if (is_internode()) return enable_low_latency_rail(num_bytes);
   low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
-  if (begins_early && target_.can_begin_early()) early_launches_.join(target_.device());
+  if (may_begin_early_) early_launches_.join(target_.device());
   // The common kernels are there without what masks need, too.
   if (can_shrink_) {
     prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>,

@@ -11,7 +11,7 @@ inline constexpr int kReservedSmemBytes = 4608;
 // The mbarriers of both modes of dispatch.
 inline constexpr int kMaxBarrierBytes =
     2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
-static_assert(sizeof(DispatchEntry) <= kReservedSmemBytes - 16);
+static_assert(sizeof(ExpandedEntry) <= kReservedSmemBytes - 16);
 static_assert(sizeof(CombineEntry) <= kReservedSmemBytes - 16);
 
 template <class Target>
@@ -243,6 +243,8 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
+  static_assert(max_of(tuning.num_direct_move_warps, tuning.num_direct_cast_warps) <=
+                SentChunks::kMaxMovers);
   plan_direct(args, options);
   const size_t stages_bytes =
       align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),
@@ -271,7 +273,8 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
       .num_blocks = config.num_channels,
       .num_threads =
           kWarpSize * max_of(num_ring_warps, args.num_move_warps + max_of(args.num_meta_warps, 1)),
-      .smem_bytes = args.entry_offset + sizeof(DispatchEntry)};
+      .smem_bytes = args.entry_offset +
+                    (options.is_expanded ? sizeof(ExpandedEntry) : sizeof(DispatchEntry))};
   return variant;
 }
 
@@ -281,11 +284,7 @@ void Engine<Target>::dispatch(const DispatchPlan& plan, const DispatchArgs& args
   const bool may_be_direct = args.output_line != 0;  // otherwise no stages for it
   if (may_be_direct) check_output(args, options);
   const LaunchConfig& launch_config = plan.variant(may_be_direct).launch;
-  if (options.is_expanded && options.is_quantised) {
-    launch<DispatchKernel<true, true>>(launch_config, args, stream);
-  } else if (options.is_expanded) {
-    launch<DispatchKernel<true, false>>(launch_config, args, stream);
-  } else if (options.is_quantised) {
+  if (options.is_quantised) {
     launch<DispatchKernel<false, true>>(launch_config, args, stream);
   } else {
     launch<DispatchKernel<false, false>>(launch_config, args, stream);

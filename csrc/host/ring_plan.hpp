@@ -65,7 +65,9 @@ struct RingResources {
 struct RingPlan {
   ChannelConfig channels;
   int num_local_blocks = 0;  // of kernels that only work in this rank's memory
-  RailConfig rail{};         // between nodes
+  // A kernel may hold SMs while it waits beside another one of the call.
+  bool may_wait_beside = false;
+  RailConfig rail{};  // between nodes
 };
 
 // What a plan between nodes follows from. num_channels: of the handle; 0: of new routing.

@@ -39,6 +39,8 @@ struct LaunchConfig {
   size_t smem_bytes;
   // May hold its SMs before the launch before it ends: see early_launches.hpp, and kBeginsBeside.
   bool may_begin_early = false;
+  // The second of a pair begins when the first has ended.
+  bool begins_behind = false;
 };
 
 // Of kernels that await the launch before theirs (arch::await_earlier_launch) before they touch
@@ -89,7 +91,8 @@ struct Tuning {
   int num_tier_forward_warps;
   int num_tier_meta_warps;
   int number_threads;  // number_rows
-  int expand_threads;
+  int expand_rows_threads;
+  int expand_threads;  // expand_received, transpose_scales
   int reduce_experts_threads;
   bool has_endless_sms;      // blocks of any number run at once
   int num_collective_warps;  // of a block, after the first

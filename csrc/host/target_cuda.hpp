@@ -45,6 +45,7 @@ class CudaTarget {
                                      .num_tier_forward_warps = 3,
                                      .num_tier_meta_warps = 3,
                                      .number_threads = 512,
+                                     .expand_rows_threads = 512,
                                      .expand_threads = 1024,
                                      .reduce_experts_threads = 640,
                                      .has_endless_sms = false,
@@ -71,7 +72,7 @@ class CudaTarget {
   void launch_pair(const LaunchConfig& first_config, const typename First::Args& first,
                    LaunchConfig second_config, const typename Second::Args& second,
                    uint64_t stream) {
-    second_config.may_begin_early = can_begin_early_;
+    second_config.may_begin_early = can_begin_early_ && !second_config.begins_behind;
     launch<First>(first_config, first, stream);
     launch<Second>(second_config, second, stream);
   }

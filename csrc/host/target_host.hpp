@@ -49,6 +49,7 @@ class HostTarget {
       .num_tier_forward_warps = 2,
       .num_tier_meta_warps = 1,
       .number_threads = 64,
+      .expand_rows_threads = 64,
       .expand_threads = 64,
       .reduce_experts_threads = 64,
       .has_endless_sms = true,
@@ -135,7 +136,8 @@ class HostTarget {
                           .num_blocks = config.num_blocks,
                           .num_threads = config.num_threads,
                           .smem_bytes = config.smem_bytes,
-                          .begin = kBeginsEarly<KernelType>    ? simt::Begin::kEarly
+                          .begin = config.begins_behind        ? simt::Begin::kBehind
+                                   : kBeginsEarly<KernelType>  ? simt::Begin::kEarly
                                    : kBeginsBeside<KernelType> ? simt::Begin::kBeside
                                                                : simt::Begin::kBehind};
     const simt::Body body = [](const void* raw) {

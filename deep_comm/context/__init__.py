@@ -177,6 +177,7 @@ class Context:
                 heap_bytes=self.heap.num_bytes,
                 num_max_experts=self.num_max_experts,
                 timeout_ns=int(settings.timeout_s * 1e9),
+                begins_early=env.EARLY_LAUNCHES.get(),
             )
             engines.append(engine)
             if is_internode:
@@ -193,9 +194,7 @@ class Context:
                 )
             if self.low_latency_bytes > 0:
                 engine.enable_low_latency(
-                    num_bytes=self.low_latency_bytes,
-                    can_shrink=settings.enable_shrink,
-                    begins_early=env.EARLY_LAUNCHES.get(),
+                    num_bytes=self.low_latency_bytes, can_shrink=settings.enable_shrink
                 )
 
         try:

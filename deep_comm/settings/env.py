@@ -105,10 +105,11 @@ EARLY_LAUNCHES: Variable[bool] = Variable(
     "DEEP_COMM_EARLY_LAUNCHES",
     "0 or 1",
     True,
-    "Low-latency launches may take SMs while the launch before them still runs.",
+    "Low-latency launches and copies of expanded dispatches may take SMs while the launch before "
+    "them still runs.",
     _parse_flag,
     "Read when a Buffer is built. Set 0 where collectives of other libraries run beside them on "
-    "other streams.",
+    "other streams, or ranks share a GPU through MPS.",
 )
 NUM_DIRECT_BYTES: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_DIRECT_BYTES",

@@ -6,6 +6,7 @@ import functools
 import matrix
 import pytest
 import torch
+from cases import Case
 from checked_runs import EXPANDED, check
 from gpu_cases import run
 
@@ -58,3 +59,14 @@ def _captured(group) -> list[bool]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_graph_of_an_expanded_combine_has_the_same_bits(num_ranks: int) -> None:
     assert run(_captured, num_ranks, devices=[0] * num_ranks) == [[True] * 4] * num_ranks
+
+
+@pytest.mark.parametrize("tokens", [(4100,), (2051, 700)], ids=str)
+def test_rows_are_copied_while_others_land(tokens: tuple[int, ...]) -> None:
+    """With default SMs the copies run beside the dispatch; with a Config behind it."""
+    case = Case(
+        tokens, hidden=2048, experts=8, topk=4, alignment=128, calls=3, fused_layout=True,
+        nvl_bytes=512 << 20,
+    )  # fmt: skip
+    cases = [case, dataclasses.replace(case, worst=5)]
+    check(functools.partial(run, devices=[0] * len(tokens)), EXPANDED, cases)

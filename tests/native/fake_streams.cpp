@@ -182,6 +182,16 @@ class LoggedEngine final : public EngineCalls {
   void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) override {
     launch("dispatch", stream, [=, this] { engine_.dispatch(plan, args, stream); });
   }
+  void dispatch_expanded(const DispatchPlan& plan, const DispatchArgs& args,
+                         const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
+                         uint64_t stream) override {
+    log_.tell("plan", "expand_rows", num_blocks);
+    log_.tell("plan", "may_run_beside", may_run_beside);
+    launch("dispatch", stream, [=, this] {
+      engine_.dispatch_expanded(plan, args, expand, num_blocks, may_run_beside, stream);
+    });
+    launch("expand_rows", stream, [] {});
+  }
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
                            const FewRows& few_rows, int num_own_topk) const override {
     log_.tell("plan", "combine", py::make_tuple(few_rows.most_rows, few_rows.num_sms));
@@ -204,10 +214,6 @@ class LoggedEngine final : public EngineCalls {
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override {
     log_.tell("plan", "number_rows", config.num_channels);
     launch("number_rows", stream, [=, this] { engine_.number_rows(args, config, stream); });
-  }
-  void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream) override {
-    log_.tell("plan", "expand_rows", config.num_channels);
-    launch("expand_rows", stream, [=, this] { engine_.expand_rows(args, config, stream); });
   }
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
                       uint64_t stream) override {

@@ -37,7 +37,7 @@ class Log(list):
         kernels: (stream, what was known there) of every launch.
         stub_counts: what `wait_counts` returns where launches are skipped.
         planned: (name, blocks) of every local kernel, ("combine", (few_rows, few_rows_sms)) of
-            every plan of a combine.
+            every plan of a combine, ("may_run_beside", bool) of every expanded dispatch.
         defers: from a notify on, until the host waits for its counts, an engine's launches go to a
             thread of its own, in order: a stream. Other launches end before they return.
     """

@@ -174,6 +174,7 @@ enum class Fault : uint32_t {
   kSkipSums = 1u << 27,          // combine sends sums of expanded rows without waiting for them
   kEarlySums = 1u << 28,         // the first part of a chunk's sums counts as all of them
   kLostSums = 1u << 29,          // sums of expanded rows are made, but nobody hears of it
+  kEarlyLanded = 1u << 30,       // expanded dispatch says that rows have landed when they are taken
 };
 
 }  // namespace deep_comm

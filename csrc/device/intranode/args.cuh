@@ -214,28 +214,41 @@ struct NumberRowsArgs {
   int32_t* send_rows;         // out [T, K]
 };
 
-// Completes expanded outputs; local. Runs after dispatch, which has written the first row of every
-// received token.
+// Rows grouped by local expert.
+struct ExpandedOutput {
+  int num_rows;              // M
+  uint8_t* x;                // [M, row_bytes]
+  uint8_t* scales;           // [M, scale_row_bytes], or null
+  void* expert_idx;          // out [M], or null
+  float* weights;            // [M], or null
+  const int32_t* recv_rows;  // [N, K]
+};
+
+// Completes expanded outputs.
 struct ExpandArgs {
   World world;
   const int32_t* rank_prefix_matrix;  // [R, R]
-  const int32_t* recv_rows;           // [N, K]
   const int32_t* expert_offsets;      // [num_local_experts + 1]
   const int32_t* expert_counts;       // [num_local_experts]
   int num_topk;
   int num_local_experts;
-  int num_rows;          // M: of the outputs
   int num_tokens_limit;  // N: of recv_rows
   int row_bytes;
   int scale_row_bytes;
-  bool zero_padding;
-  uint8_t* x;        // [M, row_bytes]
-  uint8_t* scales;   // [M, scale_row_bytes], or null
-  void* expert_idx;  // out [M], or null
   int expert_idx_bytes;
-  float* weights;         // [M], or null
-  int32_t* fill_src_idx;  // [N], -1 past the received tokens; null: all N are received
-  int32_t* fill_rows;     // [N, K], likewise
+  bool zero_padding;
+  ExpandedOutput output;
+};
+
+// Of the outputs of a dispatch inside a node, which writes the first row of every received token.
+// Runs beside that dispatch or after it, right behind it in the stream. No peer waits for it.
+struct ExpandRowsArgs : ExpandArgs {
+  bool follows_notify;          // as in the dispatch
+  bool is_speculative;          // likewise; `output` is then laid out for the rows that come:
+  const int32_t* num_expanded;  // [R] rows that each rank's output needs
+  int32_t* src_idx;             // [N], in front of recv_rows; if speculative
+  int32_t* fill_src_idx;        // [N], -1 past the received tokens; null: all N are received
+  int32_t* fill_rows;           // [N, K], likewise
 };
 
 // Numbers received rows that have no output row yet, between nodes; local. `world` is this rank

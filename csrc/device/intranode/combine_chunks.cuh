@@ -7,11 +7,10 @@
 //        complete
 #pragma once
 
+#include "device/channel/landed.cuh"
 #include "device/intranode/args.cuh"
 
 namespace deep_comm {
-
-inline constexpr int kMaxChunks = kMaxChannels * kChunksOfLine;  // of one pair of ranks
 
 // Rows that rank `from` sent to rank `to`.
 template <class Args>
@@ -44,11 +43,6 @@ struct ChunkedRows {
   }
   DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
 };
-
-// The word by which `from` tells `owner` that a chunk has landed.
-DC_DEVICE uint64_t* landed_word(const World& world, int owner, int from, int chunk) {
-  return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
-}
 
 // The word by which this rank's sums tell its senders of a chunk that returns to `peer`.
 DC_DEVICE uint64_t* summed_word(const World& world, int peer, int chunk) {

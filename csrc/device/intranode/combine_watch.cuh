@@ -11,6 +11,7 @@
 //        teams: for the watch. Senders wait for neither
 #pragma once
 
+#include "device/channel/landed.cuh"
 #include "device/intranode/combine_reduce.cuh"
 #include "device/sync/generation.cuh"
 

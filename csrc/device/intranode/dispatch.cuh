@@ -29,21 +29,6 @@
 
 namespace deep_comm {
 
-enum class DispatchMode : int { kFailed, kRings, kDirect };
-
-// The same in every block: the kernel before wrote the word.
-DC_DEVICE NotifyResult notify_result(const DispatchArgs& args) {
-  if (!args.follows_notify) return NotifyResult::kNotDirect;
-  return static_cast<NotifyResult>(arch::ld_relaxed_gpu(&args.world.state()->notify_result));
-}
-
-// What warp 0 finds at entry, for its block, and what the block's warps report; in shared memory.
-struct DispatchEntry {
-  DispatchMode mode;
-  Progress progress;  // ring mode
-  PeerOutput outputs[kMaxRanks];
-};
-
 // Rows that the output of a rank must have.
 template <class Form>
 DC_DEVICE int32_t num_rows_at(const DispatchArgs& args, int rank) {
@@ -92,6 +77,10 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
                   : is_direct ? DispatchMode::kDirect
                               : DispatchMode::kRings;
   }
+  if constexpr (Form::kExpanded) {
+    arch::sync_warp();  // the mode
+    if (arch::block_idx() == 0) announce_expanding(context, args, entry->mode);
+  }
 }
 
 // Fills the rows past the received ones, spread over the whole grid.
@@ -136,9 +125,9 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
 // outputs lie in its receive region, the mode is probably direct.
 template <class Form>
 DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
-                                      NotifyResult notified, DispatchEntry* entry) {
+                                      NotifyResult notified, typename Moved<Form>::Entry* entry) {
   using Mover = std::conditional_t<Form::kQuantised, CastingMover<Form>, TokenMover<Form>>;
-  Mover mover(context, args);
+  Mover mover(context, args, entry);
   mover.begin();
   if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
   arch::sync_block_apart();
@@ -152,13 +141,17 @@ DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs
 
 template <class Form>
 DC_DEVICE void dispatch(const DispatchArgs& args) {
+  // expand_rows, which learns from words what it may read.
+  if constexpr (Form::kExpanded) arch::allow_later_launch();
   const Context context{args.world, Kernel::kDispatch, current_generation(args.world)};
-  DispatchEntry* entry = reinterpret_cast<DispatchEntry*>(arch::dynamic_smem() + args.entry_offset);
+  using Entry = typename Moved<Form>::Entry;
+  Entry* entry = reinterpret_cast<Entry*>(arch::dynamic_smem() + args.entry_offset);
   note_in_block(context, TraceStep::kBegun);
   const NotifyResult notified = notify_result(args);
   const bool is_direct_already = notified == NotifyResult::kDirect;
-  // No word is written, not even a generation: all ranks decide the same.
+  // No word is written, not even a generation: all ranks decide the same. So does expand_rows.
   if (notified == NotifyResult::kFailed || (args.is_speculative && !is_direct_already)) return;
+  if constexpr (Form::kExpanded) entry->sent.reset();
   if (arch::block_idx() == 0 && !is_direct_already) announce_output(context, args);
   const bool is_mover = args.output_line != 0 && arch::warp_idx() < args.num_move_warps;
   DispatchMode mode;
@@ -172,7 +165,7 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
       note_in_warp(context, TraceStep::kEntered, static_cast<uint32_t>(mode));
       retire_early(context);
     }
-    if (mode == DispatchMode::kDirect) write_block_metadata<Form>(args, entry->outputs);
+    if (mode == DispatchMode::kDirect) write_block_metadata<Form>(context, args, entry);
   }
   if (mode == DispatchMode::kDirect) {
     if (arch::block_idx() == 0 && args.recv_channel_prefix_matrix != nullptr)

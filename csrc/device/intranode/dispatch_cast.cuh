@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "device/intranode/args.cuh"
+#include "device/intranode/dispatch_chunks.cuh"
 #include "device/intranode/dispatch_output.cuh"
 #include "device/intranode/final_rows.cuh"
 #include "device/layout/message.cuh"
@@ -24,15 +25,18 @@ namespace deep_comm {
 template <class Form>
 class CastingMover {
  public:
-  DC_DEVICE CastingMover(const Context& context, const DispatchArgs& args)
+  DC_DEVICE CastingMover(const Context& context, const DispatchArgs& args,
+                         typename Moved<Form>::Entry* entry)
       : args_(args),
-        tokens_(ask_for_items(&taken_work(context)->num_tokens, args.num_tokens, arch::warp_idx(),
-                              args.num_move_warps)),
+        tokens_(Moved<Form>::tokens(
+            args, ask_for_items(&taken_work(context)->num_tokens, Moved<Form>::num_items(args),
+                                arch::warp_idx(), args.num_move_warps))),
         peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
         is_storing_(arch::lane_idx() < args.world.num_ranks),
         pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
         stages_(arch::dynamic_smem() + arch::warp_idx() * args.direct_stage.warp_bytes()),
-        rows_(args, is_storing_ ? peer_ : 0) {}
+        rows_(args, is_storing_ ? peer_ : 0),
+        report_(context, entry) {}
 
   DC_DEVICE void begin() {
     if (tokens_.at(0) >= 0) cast(tokens_.at(0), 0);
@@ -41,10 +45,12 @@ class CastingMover {
 
   DC_DEVICE void run(const PeerOutput* outputs) {
     const PeerOutput output = outputs[is_storing_ ? peer_ : 0];
+    report_.take(tokens_, 0);
     for (uint32_t index = 0; tokens_.at(index) >= 0; ++index) {
       const int token = tokens_.at(index);
       const int64_t row = rows_.row();
       look_up(index + 1);
+      report_.take(tokens_, index + 1);
       const bool goes = row >= 0 && row < output.num_rows;
       uint8_t* dst = output.x + row * args_.message.row_bytes;
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
@@ -58,8 +64,10 @@ class CastingMover {
         write_scales(outputs, piece, goes ? row : -1);
         ++num_stores_;
       }
+      report_.template stored<kStoresInFlight>(tokens_, index, num_stores_);
     }
     arch::bulk_wait<0>();
+    report_.finish();
   }
 
   // Instead of run, if the mode is not direct.
@@ -105,16 +113,18 @@ class CastingMover {
   }
 
   static constexpr int kStages = StageLayout::kCastStages;
+  static constexpr uint32_t kStoresInFlight = 1;  // when older ones are reported
   using Rows = std::conditional_t<Form::kExpanded, FirstRows, FinalRows>;
 
   const DispatchArgs& args_;
-  AskedQueue<Numbered> tokens_;
+  typename Moved<Form>::template Tokens<AskedQueue<Numbered>> tokens_;
   int peer_;
   bool is_storing_;
   Pieces pieces_;
   uint8_t* stages_;
   uint32_t num_stores_ = 0;  // counts the pieces, also those that this lane does not store
   Rows rows_;
+  typename Moved<Form>::Report report_;
 };
 
 }  // namespace deep_comm

@@ -5,7 +5,8 @@
 // grid   any number of blocks; warps [0, num_move_warps) move rows of the tokens they take; the
 //        next num_meta_warps write metadata of tokens dealt in turn
 // forms  expanded: a row is sent to the first of its output rows, and the receiver copies it to the
-//        others (expand.cuh), so each row crosses the link once. Quantised: dispatch_cast.cuh
+//        others (expand.cuh), so each row crosses the link once. Tokens are taken in chunks, whose
+//        landing is published (dispatch_chunks.cuh). Quantised: dispatch_cast.cuh
 // smem   num_move_warps x (stages + mbarriers)
 // words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender,
 //                            before `done`
@@ -18,6 +19,7 @@
 
 #include "device/channel/offsets.cuh"
 #include "device/intranode/args.cuh"
+#include "device/intranode/dispatch_chunks.cuh"
 #include "device/intranode/dispatch_meta.cuh"
 #include "device/intranode/dispatch_output.cuh"
 #include "device/intranode/final_rows.cuh"
@@ -36,15 +38,18 @@ namespace deep_comm {
 template <class Form>
 class TokenMover {
  public:
-  DC_DEVICE TokenMover(const Context& context, const DispatchArgs& args)
+  DC_DEVICE TokenMover(const Context& context, const DispatchArgs& args,
+                       typename Moved<Form>::Entry* entry)
       : args_(args),
-        tokens_(deal_items(&taken_work(context)->num_tokens, args.num_tokens, arch::warp_idx(),
-                           args.num_move_warps)),
+        tokens_(Moved<Form>::tokens(
+            args, deal_items(&taken_work(context)->num_tokens, Moved<Form>::num_items(args),
+                             arch::warp_idx(), args.num_move_warps))),
         peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
         is_storing_(arch::lane_idx() < args.world.num_ranks),
         pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
         pipe_(make_pipe(args.direct_stage, args.direct_barriers_offset)),
-        rows_(args, is_storing_ ? peer_ : 0) {}
+        rows_(args, is_storing_ ? peer_ : 0),
+        report_(context, entry) {}
 
   DC_DEVICE void begin() {
     while (load_token() >= 0 && pipe_.can_load()) load_next();
@@ -53,9 +58,11 @@ class TokenMover {
 
   DC_DEVICE void run(const PeerOutput* outputs) {
     const PeerOutput output = outputs[is_storing_ ? peer_ : 0];
+    report_.take(tokens_, 0);
     for (uint32_t index = 0; tokens_.at(index) >= 0; ++index) {
       const int64_t row = rows_.row();
       look_up(index + 1);
+      report_.take(tokens_, index + 1);
       const bool goes = row >= 0 && row < output.num_rows;
       uint8_t* dst = output.x + row * args_.message.row_bytes;
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
@@ -68,8 +75,10 @@ class TokenMover {
         arch::sync_warp();
         load_next();
       }
+      report_.template stored<kStoresInFlight>(tokens_, index, pipe_.num_stores());
     }
     pipe_.drain();
+    report_.finish();
   }
 
   // Instead of run, if the mode is not direct.
@@ -96,10 +105,11 @@ class TokenMover {
     ++load_index_;
   }
 
+  static constexpr uint32_t kStoresInFlight = 3;  // when older ones are reported
   using Rows = std::conditional_t<Form::kExpanded, FirstRows, FinalRows>;
 
   const DispatchArgs& args_;
-  WorkQueue<TakeNext> tokens_;
+  typename Moved<Form>::template Tokens<WorkQueue<TakeNext>> tokens_;
   uint32_t load_index_ = 0;  // among them
   int load_piece_ = 0;
   int peer_;
@@ -107,6 +117,7 @@ class TokenMover {
   Pieces pieces_;
   StagePipe pipe_;
   Rows rows_;
+  typename Moved<Form>::Report report_;
 };
 
 // One warp: scales, expert ids, weights and source of every num_warps-th token, straight to the
@@ -137,31 +148,6 @@ DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* output
       } else {
         store_token_meta<kScales>(args, experts, token, peer, output, row);
       }
-    }
-  }
-}
-
-// The same for expanded outputs.
-template <class Form>
-DC_DEVICE void write_expanded_metadata(const DispatchArgs& args, const PeerOutput* outputs,
-                                       int warp, int num_warps) {
-  const World& world = args.world;
-  const ExpertMap experts{args.num_experts, world.num_ranks};
-  constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
-  const int lane = arch::lane_idx();
-  FinalRows ordinals(args, min_of(lane, world.num_ranks - 1));
-  FirstRows first_rows(args, min_of(lane, world.num_ranks - 1));
-  for (int token = warp; token < args.num_tokens; token += num_warps) {
-    ordinals.look_up(token);
-    first_rows.look_up(token);
-    const int64_t my_ordinal = lane < world.num_ranks ? ordinals.row() : -1;
-    const int64_t my_row = lane < world.num_ranks ? first_rows.row() : -1;
-    for (int peer = 0; peer < world.num_ranks; ++peer) {
-      const int64_t ordinal = arch::shfl(kFullMask, my_ordinal, peer);
-      const int64_t row = arch::shfl(kFullMask, my_row, peer);
-      const PeerOutput& output = outputs[peer];
-      if (ordinal < 0 || ordinal >= output.num_rows) continue;
-      store_expanded_meta<kScales>(args, experts, token, peer, output, ordinal, row);
     }
   }
 }
@@ -219,15 +205,18 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
 
 // The warps after the movers: metadata, if the call has any.
 template <class Form>
-DC_DEVICE void write_block_metadata(const DispatchArgs& args, const PeerOutput* outputs) {
+DC_DEVICE void write_block_metadata(const Context& context, const DispatchArgs& args,
+                                    typename Moved<Form>::Entry* entry) {
   const int warp = arch::warp_idx() - args.num_move_warps;
-  if (warp < 0 || warp >= args.num_meta_warps) return;
-  const int first = warp * arch::num_blocks() + arch::block_idx();
-  const int num_warps = args.num_meta_warps * arch::num_blocks();
   if constexpr (Form::kExpanded) {
-    write_expanded_metadata<Form>(args, outputs, first, num_warps);
+    const int num_warps = max_of(args.num_meta_warps, 1);
+    if (warp < 0 || warp >= num_warps) return;
+    ChunkPublisher<Form>(context, args, entry->outputs, &entry->sent, warp, num_warps).run();
   } else {
-    write_metadata<Form>(args, outputs, first, num_warps);
+    if (warp < 0 || warp >= args.num_meta_warps) return;
+    const int first = warp * arch::num_blocks() + arch::block_idx();
+    const int num_warps = args.num_meta_warps * arch::num_blocks();
+    write_metadata<Form>(args, entry->outputs, first, num_warps);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "device/intranode/args.cuh"
 #include "device/intranode/dispatch_output.cuh"
+#include "device/intranode/token_rows.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
 
@@ -116,28 +117,51 @@ class TokenMeta {
 };
 
 // The same for expanded outputs: scales to the token's first row, each weight to the row of its
-// top-k entry. The handle gets all rows, at the token's ordinal among the received tokens.
+// top-k entry. The handle gets all rows, at the token's ordinal among the received tokens. One warp;
+// all loads but those of scales are in flight at once.
 template <ScaleSource kSource>
-DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const ExpertMap& experts, int token,
-                                   int dst, const PeerOutput& output, int64_t ordinal,
-                                   int64_t first_row) {
-  const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
-  const int first = experts.first_expert(dst), count = experts.num_local_experts(dst);
-  for (int k = lane; k < num_topk; k += kWarpSize) {
-    const int64_t position = static_cast<int64_t>(token) * num_topk + k;
-    const int local = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
-    const bool is_here = local >= 0 && local < count;
-    const int32_t row = is_here ? arch::ld_nc(args.send_rows + position) : -1;
-    arch::st_weak(output.recv_rows + ordinal * num_topk + k, row);
-    if (args.topk_weights != nullptr && row >= 0 && row < output.num_rows) {
-      arch::st_weak(output.topk_weights + row, arch::ld_nc(args.topk_weights + position));
+class ExpandedMeta {
+ public:
+  DC_DEVICE void load(const DispatchArgs& args, int token) {
+    DC_UNROLL
+    for (int idx = 0; idx < kEntriesOfLane; ++idx) {
+      const int k = idx * kWarpSize + arch::lane_idx();
+      if (k >= args.message.num_topk) continue;
+      const int64_t position = static_cast<int64_t>(token) * args.message.num_topk + k;
+      experts_[idx] = RawExpert::load(args.topk_idx, position, args.topk_idx_bytes);
+      rows_[idx] = arch::ld_nc(args.send_rows + position);
+      if (args.topk_weights != nullptr) weights_[idx] = arch::ld_nc(args.topk_weights + position);
     }
   }
-  if (first_row >= 0 && first_row < output.num_rows) {
-    store_token_scales<kSource>(
-        args, output.scales + first_row * args.num_scales * args.scale_bytes, token);
+
+  DC_DEVICE void store(const DispatchArgs& args, const ExpertMap& experts, int token, int dst,
+                       const PeerOutput& output, int64_t ordinal, int64_t first_row) const {
+    const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
+    const int first = experts.first_expert(dst), count = experts.num_local_experts(dst);
+    DC_UNROLL
+    for (int idx = 0; idx < kEntriesOfLane; ++idx) {
+      const int k = idx * kWarpSize + lane;
+      if (k >= num_topk) continue;
+      const int local = experts_[idx].value(args.topk_idx_bytes) - first;
+      const int32_t row = local >= 0 && local < count ? rows_[idx] : -1;
+      arch::st_weak(output.recv_rows + ordinal * num_topk + k, row);
+      if (args.topk_weights != nullptr && row >= 0 && row < output.num_rows) {
+        arch::st_weak(output.topk_weights + row, weights_[idx]);
+      }
+    }
+    if (first_row >= 0 && first_row < output.num_rows) {
+      store_token_scales<kSource>(
+          args, output.scales + first_row * args.num_scales * args.scale_bytes, token);
+    }
+    if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + ordinal, token);
   }
-  if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + ordinal, token);
-}
+
+ private:
+  static constexpr int kEntriesOfLane = kMaxTopk / kWarpSize;
+
+  RawExpert experts_[kEntriesOfLane];
+  int32_t rows_[kEntriesOfLane] = {};
+  float weights_[kEntriesOfLane] = {};
+};
 
 }  // namespace deep_comm

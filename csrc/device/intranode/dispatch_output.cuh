@@ -5,8 +5,18 @@
 #include "device/intranode/args.cuh"
 #include "device/layout/output.cuh"
 #include "device/sync/barrier.cuh"
+#include "device/sync/publisher.cuh"
 
 namespace deep_comm {
+
+enum class DispatchMode : int { kFailed, kRings, kDirect };
+
+// The same in every block: the kernel before wrote the word. Args: of dispatch, or of expand_rows.
+template <class Args>
+DC_DEVICE NotifyResult notify_result(const Args& args) {
+  if (!args.follows_notify) return NotifyResult::kNotDirect;
+  return static_cast<NotifyResult>(arch::ld_relaxed_gpu(&args.world.state()->notify_result));
+}
 
 // One receiver's output block, as this rank addresses it. x is null if the receiver has none.
 struct PeerOutput {
@@ -17,6 +27,13 @@ struct PeerOutput {
   int32_t* src_idx;
   int32_t* recv_rows;  // expanded only
   int64_t num_rows;
+};
+
+// What warp 0 finds at entry, for its block, and what the block's warps report; in shared memory.
+struct DispatchEntry {
+  DispatchMode mode;
+  Progress progress;  // ring mode
+  PeerOutput outputs[kMaxRanks];
 };
 
 // An OutputLocation as three words. kExactRows, in `rows`: the block is laid out for the rows that

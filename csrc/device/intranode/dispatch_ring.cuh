@@ -257,7 +257,9 @@ DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, in
     if constexpr (Form::kExpanded) {
       row = arch::ld_nc(args.send_row + static_cast<int64_t>(token) * world.num_ranks + world.rank);
       if (part == 0) {
-        store_expanded_meta<kScales>(args, experts, token, world.rank, output, ordinal, row);
+        ExpandedMeta<kScales> meta;
+        meta.load(args, token);
+        meta.store(args, experts, token, world.rank, output, ordinal, row);
       }
       if (row < 0 || row >= args.num_recv_rows) continue;
     }

@@ -24,31 +24,32 @@ DC_DEVICE void copy_received(uint8_t* base, const uint8_t* received, int64_t tok
 }
 
 DC_DEVICE void expand_received(const ExpandReceivedArgs& args) {
+  const ExpandedOutput& output = args.output;
   TokenRows& rows = TokenRows::of_warp();
   const int num_tokens = num_received(args.world, args.rank_prefix_matrix, args.num_tokens_limit);
   const int step = arch::num_warps() * arch::num_blocks(), num_topk = args.num_topk;
   for (int token = arch::warp_idx() * arch::num_blocks() + arch::block_idx(); token < num_tokens;
        token += step) {
-    const int num_rows = rows.load(args.recv_rows, token, num_topk, args.num_rows);
-    copy_received<Vec16>(args.x, args.recv_x, token, args.row_bytes, rows, num_rows);
-    if (args.scales != nullptr) {
+    const int num_rows = rows.load(output.recv_rows, token, num_topk, output.num_rows);
+    copy_received<Vec16>(output.x, args.recv_x, token, args.row_bytes, rows, num_rows);
+    if (output.scales != nullptr) {
       if (args.scale_row_bytes % 4 == 0) {
-        copy_received<uint32_t>(args.scales, args.recv_scales, token, args.scale_row_bytes, rows,
+        copy_received<uint32_t>(output.scales, args.recv_scales, token, args.scale_row_bytes, rows,
                                 num_rows);
       } else {
-        copy_received<uint8_t>(args.scales, args.recv_scales, token, args.scale_row_bytes, rows,
+        copy_received<uint8_t>(output.scales, args.recv_scales, token, args.scale_row_bytes, rows,
                                num_rows);
       }
     }
-    if (args.weights == nullptr) continue;
+    if (output.weights == nullptr) continue;
     for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
       const int64_t position = static_cast<int64_t>(token) * num_topk + k;
-      const int32_t row = arch::ld_weak(args.recv_rows + position);
-      if (row >= 0 && row < args.num_rows)
-        arch::st_weak(args.weights + row, arch::ld_weak(args.recv_weights + position));
+      const int32_t row = arch::ld_weak(output.recv_rows + position);
+      if (row >= 0 && row < output.num_rows)
+        arch::st_weak(output.weights + row, arch::ld_weak(args.recv_weights + position));
     }
   }
-  finish_groups(args);
+  finish_groups(args, output);
 }
 
 }  // namespace deep_comm

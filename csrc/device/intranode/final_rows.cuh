@@ -30,6 +30,8 @@ class FinalRows {
   DC_DEVICE int64_t row() const {
     return head_ < 0 ? -1 : static_cast<int64_t>(before_rank_) + before_channel_ + head_;
   }
+  // The same among the rows of this rank alone, if the token is sent there.
+  DC_DEVICE int row_of_rank() const { return before_channel_ + head_; }
 
  private:
   const DispatchArgs& args_;

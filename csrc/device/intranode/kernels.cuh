@@ -74,10 +74,11 @@ struct NumberRowsKernel {
 };
 
 struct ExpandKernel {
-  using Args = ExpandArgs;
+  using Args = ExpandRowsArgs;
   static constexpr Kernel kName = Kernel::kExpandRows;
   static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
+  static constexpr bool kBeginsBeside = true;  // the dispatch
+  static constexpr int kMaxThreads = 512;
   DC_DEVICE static void run(const Args& args) { expand_rows(args); }
 };
 

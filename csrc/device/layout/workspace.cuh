@@ -63,6 +63,10 @@ struct LocalState {
   uint32_t blamed;         // two tiers: the rank that a failed neighbour waited for, plus one
   // By parity of a kernel's generation; those of the next kernel are zero.
   TakenWork taken[2];
+  // Tagged: an expanded dispatch runs, in this DispatchMode. From its entry until the end of the
+  // expand_rows behind it, whose last block zeroes both words.
+  uint64_t expanding;
+  uint32_t num_retired_expanding;  // blocks of expand_rows that have read it
 };
 
 // What notify_dispatch tells the dispatch after it. The same on all ranks, unless one has timed
@@ -78,11 +82,14 @@ struct alignas(kLineBytes) RecvLine {
   uint64_t tail;          // Tagged: slots filled
   uint64_t start_offset;  // Tagged: rows of lower channels from this source
   uint64_t end_offset;    // Tagged: start_offset + rows of this channel
-  // Staged combine, which has no channels. Tagged: chunk line * kChunksOfLine + i has landed.
+  // Staged combine and expanded direct dispatch, which have no channels. Tagged: chunk line *
+  // kChunksOfLine + i has landed; of a dispatch, LandedRows.
   uint64_t landed[kChunksOfLine];
   // Direct dispatch, whose blocks are numbered like channels. Tagged: everything that the source's
   // block sends has landed.
   uint64_t done;
+  // Expanded direct dispatch, line 0. Tagged: tokens of the source.
+  uint64_t num_tokens;
 };
 // Written by the receiver of a channel into its sender's segment.
 struct alignas(kLineBytes) SendLine {

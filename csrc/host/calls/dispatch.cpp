@@ -4,6 +4,7 @@
 #include <numeric>
 #include <utility>
 
+#include "device/channel/landed.cuh"
 #include "host/calls/dispatch_outputs.hpp"
 #include "host/calls/expand.hpp"
 #include "host/calls/pending.hpp"
@@ -14,12 +15,20 @@ namespace {
 
 uint32_t line_of(size_t offset) { return static_cast<uint32_t>(offset / kLineBytes); }
 
+// Receivers of expanded rows have words for the chunks of so many tokens. Beyond, all ranks use the
+// rings.
+bool can_be_direct(bool is_expanded, int64_t num_tokens) {
+  return !is_expanded || num_tokens <= TokenChunks::kMostTokens;
+}
+
 // What every dispatch tells its kernel.
 DispatchArgs dispatch_args(const DispatchPlan& plan, const Payload& payload,
                            const RoutingAddresses& routing, int num_experts,
                            const DispatchOutputs& out) {
-  DispatchArgs args = plan.variant(out.output_offset != 0).args;
-  args.output_line = line_of(out.output_offset);
+  const size_t output_offset =
+      can_be_direct(plan.options.is_expanded, payload.num_tokens) ? out.output_offset : 0;
+  DispatchArgs args = plan.variant(output_offset != 0).args;
+  args.output_line = line_of(output_offset);
   args.src_line = line_of(out.src_offset);
   args.num_experts = num_experts;
   args.is_token_in_rank = pointer_of<uint8_t>(routing.is_token_in_rank);
@@ -105,14 +114,14 @@ class LaunchedCachedDispatch : public ReservedCachedDispatch {
       args.send_row = pointer_of<int32_t>(handle.expansion->send_row);
       args.num_expanded = pointer_of<int32_t>(handle.expansion->num_expanded);
     }
+    if (handle.expansion) {
+      dispatch_expanded(
+          context_, plan_->dispatch, args,
+          {.expansion = *handle.expansion, .zero_padding = request_.flags.zero_padding},
+          plan_->rings, order_.stream());
+      return;
+    }
     context_.launch([&] { context_.engine.dispatch(plan_->dispatch, args, order_.stream()); });
-    if (!handle.expansion) return;
-    expand_rows(context_,
-                {.rank_prefix = handle.routing.rank_prefix,
-                 .expansion = *handle.expansion,
-                 .form = payload_.form,
-                 .zero_padding = request_.flags.zero_padding},
-                out_, plan_->rings.num_local_blocks, order_.stream());
   }
 
   DispatchResult receive() {
@@ -247,7 +256,7 @@ class ReservedDispatch : public CheckedDispatch {
     args.is_token_in_rank = pointer_of<uint8_t>(addresses.is_token_in_rank);
     args.num_tokens = static_cast<int>(payload.num_tokens);
     args.header.fields[static_cast<int>(HeaderField::kHasWeights)] = routing.has_weights();
-    if (reservation) {
+    if (reservation && can_be_direct(flags.expand, payload.num_tokens)) {
       args.place = {line_of(reservation->output_offset()), line_of(reservation->src_offset()),
                     static_cast<int>(reservation->num_rows()), !is_bounded()};
     }
@@ -281,7 +290,35 @@ class ReservedDispatch : public CheckedDispatch {
       args.send_rows = pointer_of<int32_t>(numbering.at(numbering.layout.send_rows));
       args.num_expanded = pointer_of<int32_t>(numbering.at(numbering.layout.num_expanded));
     }
+    if (flags.expand) {
+      return dispatch_expanded(*context, plan->dispatch, args,
+                               {.expansion = make_expansion(),
+                                .zero_padding = flags.zero_padding,
+                                .fills_handle = is_bounded()},
+                               plan->rings, order->stream());
+    }
     context->launch([&] { context->engine.dispatch(plan->dispatch, args, order->stream()); });
+  }
+
+  // Received tokens that the handle has room for.
+  int64_t num_recv_rows() const { return counts ? counts->num_recv_tokens : out.num_rows; }
+
+  ExpansionRecord make_expansion() const {
+    const NumberingLayout& at = numbering.layout;
+    ExpansionRecord expansion;
+    expansion.send_row = numbering.at(at.send_row);
+    expansion.num_expanded = numbering.at(at.num_expanded);
+    expansion.recv_rows = out.recv_rows;
+    expansion.expert_offsets = numbering.at(at.expert_offsets);
+    expansion.expert_counts = numbering.at(at.expert_counts);
+    expansion.num_topk = routing.num_topk;
+    expansion.num_local_experts = context->group.num_local_experts(routing.num_experts);
+    expansion.num_tokens_limit = num_recv_rows();
+    expansion.num_rows = out.num_rows;
+    expansion.expert_alignment = routing.expert_alignment;
+    expansion.numbering = PartMemory::of_words(numbering.storage);
+    expansion.placed = out.placed;
+    return expansion;
   }
 
   CallOrder* order;
@@ -292,6 +329,7 @@ class ReservedDispatch : public CheckedDispatch {
   MadeTensor storage;   // of the routing block; none: it lies in the region
   PartMemory block;     // the routing block
   RoutingAddresses addresses;
+  std::optional<Counts> counts;  // empty before they are known, and with a bound of the rows
 };
 
 class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
@@ -306,16 +344,6 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     context->region_use.note(&RegionUse::dispatch, out.block != nullptr,
                              form.layout(out.num_rows).num_bytes);
     const std::shared_ptr<DispatchRecord> record = make_record();
-    if (flags.expand) {
-      expand_rows(*context,
-                  {.rank_prefix = addresses.rank_prefix,
-                   .expansion = *record->expansion,
-                   .form = payload.form,
-                   .zero_padding = flags.zero_padding,
-                   .fills_handle = is_bounded(),
-                   .topk_idx_bytes = routing.topk_idx_bytes},
-                  out, plan->rings.num_local_blocks, order->stream());
-    }
     DispatchResult result;
     fill_result(*context, payload, form, plan->rings.num_local_blocks, flags.defers_topk,
                 std::move(out), *order, &result);
@@ -364,7 +392,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     record->num_topk = routing.num_topk;
     record->num_channels = plan->rings.channels.num_channels;
     record->num_tokens = payload.num_tokens;
-    record->num_recv_rows = counts ? counts->num_recv_tokens : out.num_rows;
+    record->num_recv_rows = num_recv_rows();
     record->num_output_rows = out.num_rows;
     if (counts) {
       record->num_recv_tokens = counts->num_recv_tokens;
@@ -383,7 +411,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
                              out.src_idx,
                              TensorSpec::of(kInt32, {record->num_recv_rows}),
                              out.sources});
-    if (flags.expand) record->expansion = make_expansion(record->num_recv_rows);
+    if (flags.expand) record->expansion = make_expansion();
     const auto hold = [&](const Object& tensor) {
       if (tensor) record->held.tensors.push_back(tensor);
     };
@@ -395,26 +423,6 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     if (context->order.target().has_streams()) record->held.owner_stream = order->owner_stream();
     return record;
   }
-
-  ExpansionRecord make_expansion(int64_t num_tokens) const {
-    const NumberingLayout& at = numbering.layout;
-    ExpansionRecord expansion;
-    expansion.send_row = numbering.at(at.send_row);
-    expansion.num_expanded = numbering.at(at.num_expanded);
-    expansion.recv_rows = out.recv_rows;
-    expansion.expert_offsets = numbering.at(at.expert_offsets);
-    expansion.expert_counts = numbering.at(at.expert_counts);
-    expansion.num_topk = routing.num_topk;
-    expansion.num_local_experts = context->group.num_local_experts(routing.num_experts);
-    expansion.num_tokens_limit = num_tokens;
-    expansion.num_rows = out.num_rows;
-    expansion.expert_alignment = routing.expert_alignment;
-    expansion.numbering = PartMemory::of_words(numbering.storage);
-    expansion.placed = out.placed;
-    return expansion;
-  }
-
-  std::optional<Counts> counts;  // empty with a bound of the rows
 };
 
 }  // namespace

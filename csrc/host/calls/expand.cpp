@@ -34,31 +34,39 @@ void number_rows(CallContext& context, const Numbering& numbering, const Selecti
   context.launch([&] { context.engine.number_rows(args, {num_local_blocks, 1, 1}, stream); });
 }
 
-void expand_rows(CallContext& context, const ExpandRequest& request, const DispatchOutputs& out,
-                 int num_local_blocks, uint64_t stream) {
+void dispatch_expanded(CallContext& context, const DispatchPlan& plan, const DispatchArgs& dispatch,
+                       const ExpandRequest& request, const RingPlan& rings, uint64_t stream) {
   const ExpansionRecord& expansion = request.expansion;
-  ExpandArgs args{};
-  args.rank_prefix_matrix = pointer_of<int32_t>(request.rank_prefix);
-  args.recv_rows = pointer_of<int32_t>(expansion.recv_rows);
+  const DispatchOptions& options = plan.options;
+  ExpandRowsArgs args{};
+  args.rank_prefix_matrix = dispatch.rank_prefix_matrix;
   args.expert_offsets = pointer_of<int32_t>(expansion.expert_offsets);
   args.expert_counts = pointer_of<int32_t>(expansion.expert_counts);
   args.num_topk = expansion.num_topk;
   args.num_local_experts = expansion.num_local_experts;
-  args.num_rows = static_cast<int>(expansion.num_rows);
   args.num_tokens_limit = static_cast<int>(expansion.num_tokens_limit);
-  args.row_bytes = request.form.row_bytes();
-  args.scale_row_bytes = request.form.scale_row_bytes();
+  args.row_bytes = options.row_bytes;
+  args.scale_row_bytes = options.num_scales * options.scale_bytes;
+  args.expert_idx_bytes = dispatch.recv_topk_idx != nullptr ? dispatch.topk_idx_bytes : 0;
   args.zero_padding = request.zero_padding;
-  args.x = pointer_of<uint8_t>(out.x);
-  args.scales = pointer_of<uint8_t>(out.scales);
-  args.expert_idx = pointer_of<void>(out.topk_idx);
-  args.expert_idx_bytes = out.topk_idx != 0 ? request.topk_idx_bytes : 0;
-  args.weights = pointer_of<float>(out.topk_weights);
+  args.output = {.num_rows = dispatch.num_recv_rows,
+                 .x = dispatch.recv_x,
+                 .scales = dispatch.recv_x_scales,
+                 .expert_idx = dispatch.recv_topk_idx,
+                 .weights = dispatch.recv_topk_weights,
+                 .recv_rows = pointer_of<int32_t>(expansion.recv_rows)};
+  args.follows_notify = dispatch.follows_notify;
+  args.is_speculative = dispatch.is_speculative;
+  args.num_expanded = dispatch.num_expanded;
+  args.src_idx = dispatch.recv_src_idx;
   if (request.fills_handle) {
-    args.fill_src_idx = pointer_of<int32_t>(out.src_idx);
-    args.fill_rows = pointer_of<int32_t>(out.recv_rows);
+    args.fill_src_idx = dispatch.recv_src_idx;
+    args.fill_rows = dispatch.recv_rows;
   }
-  context.launch([&] { context.engine.expand_rows(args, {num_local_blocks, 1, 1}, stream); });
+  context.launch([&] {
+    context.engine.dispatch_expanded(plan, dispatch, args, rings.num_local_blocks,
+                                     rings.may_wait_beside, stream);
+  });
 }
 
 }  // namespace deep_comm

@@ -1,5 +1,5 @@
-// Expanded outputs inside a node: rows are numbered before a dispatch, copied after it. The kernels here
-// are local. What follows combine.cpp is reduce_experts (calls/combine.hpp).
+// Expanded outputs inside a node: rows are numbered before a dispatch, copied while it runs. The kernels
+// here are local. What follows combine.cpp is reduce_experts (calls/combine.hpp).
 #pragma once
 
 #include <cstdint>
@@ -31,16 +31,13 @@ struct Selections {
 void number_rows(CallContext& context, const Numbering& numbering, const Selections& selections,
                  int num_local_blocks, uint64_t stream);
 
-// After a dispatch: the other rows of each token, the padding.
+// The first row of each token comes by the dispatch, its other rows and the padding by expand_rows.
 struct ExpandRequest {
-  uintptr_t rank_prefix;
   const ExpansionRecord& expansion;
-  const PayloadForm& form;
   bool zero_padding = false;
   bool fills_handle = false;  // rows of no token, where only a bound of their number is known
-  int topk_idx_bytes = 0;
 };
-void expand_rows(CallContext& context, const ExpandRequest& request, const DispatchOutputs& out,
-                 int num_local_blocks, uint64_t stream);
+void dispatch_expanded(CallContext& context, const DispatchPlan& plan, const DispatchArgs& args,
+                       const ExpandRequest& request, const RingPlan& rings, uint64_t stream);
 
 }  // namespace deep_comm

@@ -78,21 +78,21 @@ GatheredRows expand_received(CallContext& context, const TierRows& received,
   args.recv_x = pointer_of<uint8_t>(received.x());
   args.recv_scales = pointer_of<uint8_t>(received.scales());
   args.recv_weights = pointer_of<float>(received.topk_weights());
-  args.recv_rows = pointer_of<int32_t>(expansion.recv_rows);
   args.expert_offsets = pointer_of<int32_t>(expansion.expert_offsets);
   args.expert_counts = pointer_of<int32_t>(expansion.expert_counts);
   args.num_topk = expansion.num_topk;
   args.num_local_experts = expansion.num_local_experts;
-  args.num_rows = static_cast<int>(num_rows);
   args.num_tokens_limit = static_cast<int>(expansion.num_tokens_limit);
   args.row_bytes = payload.row_bytes();
   args.scale_row_bytes = payload.scale_row_bytes();
-  args.zero_padding = zero_padding;
-  args.x = pointer_of<uint8_t>(address(rows.x));
-  args.scales = pointer_of<uint8_t>(address(rows.scales));
-  args.expert_idx = pointer_of<void>(address(rows.topk_idx));
   args.expert_idx_bytes = has_experts ? form.topk_idx_bytes : 0;
-  args.weights = pointer_of<float>(address(rows.topk_weights));
+  args.zero_padding = zero_padding;
+  args.output = {.num_rows = static_cast<int>(num_rows),
+                 .x = pointer_of<uint8_t>(address(rows.x)),
+                 .scales = pointer_of<uint8_t>(address(rows.scales)),
+                 .expert_idx = pointer_of<void>(address(rows.topk_idx)),
+                 .weights = pointer_of<float>(address(rows.topk_weights)),
+                 .recv_rows = pointer_of<int32_t>(expansion.recv_rows)};
   context.launch([&] {
     context.engine.expand_received(args, {num_local_blocks, 1, 1}, order.stream());
   });

@@ -17,6 +17,8 @@ RingPlan plan_rings(const CallContext& context, const ConfigChoice& config, int 
       context.rings, [&](int channels, int slots) {
         return ring_bytes(num_ranks, channels, slots, row_bytes, scale_row_bytes, num_topk);
       });
+  // A call whose SMs somebody has named holds no more of them at a time.
+  rings.may_wait_beside = config.has_default_sms() || !context.rings.max_sms;
   // A few SMs fill the links, but not the memory of a GPU: docs/design/0036.
   rings.num_local_blocks = config.has_default_sms() && context.rings.max_sms
                                ? *context.rings.max_sms

@@ -88,6 +88,28 @@ def test_only_the_one_buffer_of_a_device_begins_early() -> None:
     assert local.run(fn, 2, timeout_s=60) == [[[True, False], [False, False], [True]]] * 2
 
 
+def test_only_the_one_buffer_of_a_device_waits_beside_its_dispatch() -> None:
+    """expand_rows holds SMs while it waits for the rows of peers."""
+
+    def expand(buffer: deep_comm.Buffer) -> None:
+        x, idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+        buffer.dispatch(x, topk_idx=idx, num_experts=2, expand=True)
+
+    def fn(group: object) -> list[bool]:
+        first, second = _buffer(group, 0), _buffer(group, 0)
+        seen = [first.runtime.begins_early]
+        for buffer in (first, second):
+            expand(buffer)
+            seen.append(first.runtime.begins_early)
+        second.destroy()
+        expand(first)
+        seen.append(first.runtime.begins_early)
+        first.destroy()
+        return seen
+
+    assert local.run(fn, 2, timeout_s=60) == [[False, True, False, True]] * 2
+
+
 # Opcodes of sm_90, the lowest twelve bits of an instruction of 16 bytes, as nvdisasm 13.0 names
 # them: griddepcontrol.wait, griddepcontrol.launch_dependents, and all that reaches memory of more
 # than the block: LD, LDG, ST, STG, ATOM, ATOMG, REDG, bulk copies.
@@ -132,7 +154,7 @@ def test_the_assembler_moves_no_access_before_the_wait() -> None:
     if not kernels:
         pytest.skip("the CUDA module holds no code for sm_90a, whose opcodes these are")
     is_beside = lambda name: "13CombineKernel" in name and "Lb1E" in name
-    early = [opcodes for name, opcodes in kernels if WAIT in opcodes and not is_beside(name)]
+    early = [opcodes for name, opcodes in kernels if WAIT in opcodes and "LowLatency" in name]
     assert len(early) == sum("LowLatency" in name and "Rail" not in name for name, _ in kernels)
     assert len(early) == 20
     # Combine of expanded outputs works before it waits, and lets nothing go; the sums do that.
@@ -145,6 +167,14 @@ def test_the_assembler_moves_no_access_before_the_wait() -> None:
         assert LET_GO in opcodes
         assert not early_accesses(opcodes)
         assert any(opcode in MEMORY for opcode in opcodes[opcodes.index(WAIT) :])
+
+    beside = [opcodes for name, opcodes in kernels if "ExpandKernel" in name]
+    assert len(beside) == 1
+    assert WAIT in beside[0]
+    assert LET_GO not in beside[0]
+    expanded = [opcodes for name, opcodes in kernels if "14DispatchKernelILb1" in name]
+    assert len(expanded) == 2
+    assert all(LET_GO in opcodes and WAIT not in opcodes for opcodes in expanded)
 
 
 def test_an_access_before_the_wait_would_be_seen() -> None:

@@ -51,12 +51,14 @@ def _blocks_of_a_step(
 def test_they_take_the_whole_gpu(log: fake_cuda.Log) -> None:
     blocks = _blocks_of_a_step(log)
     assert blocks == dict.fromkeys(NAMES, SMS)
+    assert ("may_run_beside", True) in log.planned
     blocks = _blocks_of_a_step(log, None, BETWEEN_NODES, **TWO_NODES)
     assert blocks == dict.fromkeys(BETWEEN_NODES, SMS)
 
 
 def test_a_config_bounds_them(log: fake_cuda.Log) -> None:
     assert set(_blocks_of_a_step(log, deep_comm.Config(3, 4, 16)).values()) == {3}
+    assert ("may_run_beside", False) in log.planned
     config = deep_comm.Config(4, 4, 16, 4, 16)
     assert set(_blocks_of_a_step(log, config, BETWEEN_NODES, **TWO_NODES).values()) == {4}
 

@@ -130,3 +130,15 @@ def test_refusals(ranks_per_node: int | None) -> None:
             )
 
     on_buffers(main, 2, 1 << 20, 1 << 20, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize("direct_bytes", [0, 8 << 20])
+@pytest.mark.parametrize("tokens", [(2048, 3), (2049, 0), (4100, 2), (0, 8195)])
+def test_chunks_of_several_tokens(tokens: tuple[int, ...], direct_bytes: int) -> None:
+    """Of more than 2048 tokens a word tells of several."""
+    check(
+        Case(
+            tokens, hidden=8, experts=4, topk=2, num_sms=8, calls=2, direct_bytes=direct_bytes,
+            alignment=4, worst=3 if tokens[1] == 2 else 0,
+        )
+    )  # fmt: skip

@@ -6,7 +6,7 @@ import random
 import expanded
 import pytest
 from cases import Case
-from schedules import find_fault, pass_without_fault, run_seeds
+from schedules import POLICIES, find_fault, pass_without_fault, run_policy, run_seeds
 from test_simulated_end_to_end import small_case
 
 from deep_comm import simulate
@@ -37,7 +37,12 @@ RINGS = Case(
     nvl_bytes=1 << 20, direct_bytes=0, smem_bytes=8000, seed=2,
 )  # fmt: skip
 DIRECT = dataclasses.replace(RINGS, tokens=(19, 16, 22), direct_bytes=1 << 19)
-ONE_BLOCK = dataclasses.replace(DIRECT, num_sms=1)
+# One block, a rank without tokens and one with a single one.
+ONE_BLOCK = dataclasses.replace(DIRECT, tokens=(17, 0, 1), num_sms=1)
+# Chunks of two tokens, the last of one.
+MANY_TOKENS = dataclasses.replace(
+    DIRECT, tokens=(2051, 3), topk=2, hidden=8, num_sms=4, calls=1, nvl_bytes=1 << 22
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,7 @@ ONE_BLOCK = dataclasses.replace(DIRECT, num_sms=1)
         (RINGS, "skip_credit"),
         (RINGS, "skip_bulk_wait"),
         (DIRECT, "weaken_release"),
+        (DIRECT, "weaken_fence"),
         (DIRECT, "skip_bulk_wait"),
         (DIRECT, "skip_entry_barrier"),
         # Of the sums beside combine: senders do not wait; a chunk of several rows is announced when
@@ -58,6 +64,9 @@ ONE_BLOCK = dataclasses.replace(DIRECT, num_sms=1)
         (ONE_BLOCK, "skip_sums"),
         (DIRECT, "skip_launch_wait"),
         (DIRECT, "ignore_generation"),
+        # Of the copies beside dispatch.
+        (DIRECT, "early_landed"),
+        (ONE_BLOCK, "early_landed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -89,3 +98,15 @@ def test_sums_that_never_come_are_named_and_nothing_is_sent_for_them(case: Case)
         for rank, error in enumerate(others, 1):
             assert (error.rank, error.peer, error.kernel) == (rank, rank, "combine")
             assert (error.stage, error.word) == ("summed", "summed")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", [ONE_BLOCK, MANY_TOKENS], ids=["one block", "many tokens"])
+def test_rows_are_copied_while_others_land(case: Case, policy: str) -> None:
+    run_policy(policy, case, expanded.run_case, expanded.verify)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_behind_the_dispatch_the_same_bits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_EARLY_LAUNCHES", "0")
+    run_policy(policy, DIRECT, expanded.run_case, expanded.verify)

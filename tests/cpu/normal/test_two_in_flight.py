@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import expanded
 import forked
 import pytest
 from cases import Case
@@ -29,7 +30,9 @@ def _both(fns: list[Callable[[], Any]]) -> list[Any]:
         return [future.result() for future in [pool.submit(fn) for fn in fns]]
 
 
-def two_at_once(group: Any, left: Case, right: Case) -> list[Any]:
+def two_at_once(
+    group: Any, left: Case, right: Case, call_once: Callable[..., Any] = call_once
+) -> list[Any]:
     """All calls of both cases, each in a thread and a Buffer of its own,
     without any order between them.
     """
@@ -55,6 +58,17 @@ def test_two_operations_in_flight_in_threads(direct_bytes: int) -> None:
     results = local.run(lambda group: two_at_once(group, left, right), 3, timeout_s=120)
     verify(left, [pair[0] for pair in results])
     verify(right, [pair[1] for pair in results])
+
+
+def test_two_expanded_dispatches_in_flight() -> None:
+    """Neither waits beside its dispatch: it could hold the SMs that the other's peers wait for."""
+    left = dataclasses.replace(LEFT, direct_bytes=8 << 20)
+    right = dataclasses.replace(RIGHT, direct_bytes=8 << 20, num_sms=1, slots=1, send_chunk=1)
+    results = local.run(
+        lambda group: two_at_once(group, left, right, expanded.call_once), 3, timeout_s=120
+    )
+    expanded.verify(left, [pair[0] for pair in results])
+    expanded.verify(right, [pair[1] for pair in results])
 
 
 def test_two_operations_in_flight_in_processes() -> None:
