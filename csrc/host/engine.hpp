@@ -63,7 +63,7 @@ class Engine final : public EngineCalls {
                          const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
                          uint64_t stream) override;
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
-                           const FewRows& few_rows, int num_own_topk) const override;
+                           const FewRows& few_rows) const override;
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override;
   void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
                         int num_local_blocks, uint64_t stream) override;
@@ -189,9 +189,7 @@ class Engine final : public EngineCalls {
     StageLayout stage;
     RingLayout ring;
   };
-  // num_more_bytes: of shared memory, besides stages and what is reserved.
-  Shape shape_of(const ChannelConfig& config, const MessageLayout& message, int num_senders,
-                 size_t num_more_bytes = 0) const;
+  Shape shape_of(const ChannelConfig& config, const MessageLayout& message, int num_senders) const;
   bool is_internode() const { return rail_bases_ != nullptr; }
   void launch_count(InternodeCountArgs args, uint64_t stream);
   // Stages and shared memory of direct mode; without room for them, args.output_line becomes 0.
@@ -252,8 +250,6 @@ class Engine final : public EngineCalls {
   // Where kernels run in the launch, it may be interrupted.
   template <class Launch>
   void count_launches(int count, const Launch& launch);
-  // Of staged combine. More blocks have no more.
-  static int window_slots(int num_blocks);
   // Fills in what follows from the rows of a call.
   LaunchConfig complete_combine(const CombinePlan& plan, CombineArgs* args) const;
   template <class... KernelTypes>

@@ -85,13 +85,10 @@ class EngineCalls {
   virtual void dispatch_expanded(const DispatchPlan& plan, const DispatchArgs& args,
                                  const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
                                  uint64_t stream) = 0;
-  // num_own_topk: selections of an expanded output, for combine_expanded; 0: for combine.
   virtual CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
-                                   int row_bytes, const FewRows& few_rows,
-                                   int num_own_topk) const = 0;
+                                   int row_bytes, const FewRows& few_rows) const = 0;
   virtual void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) = 0;
-  // Beside it `sums` makes the rows that return to peers: two launches, on num_local_blocks SMs
-  // together. args.own is given.
+  // Beside it `sums` makes its rows: two launches, on num_local_blocks SMs together.
   virtual void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
                                 int num_local_blocks, uint64_t stream) = 0;
 

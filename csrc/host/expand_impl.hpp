@@ -107,8 +107,7 @@ void Engine<Target>::combine_expanded(const CombinePlan& plan, CombineArgs args,
   const bool has_left = 2 * num_left >= num_local_blocks;
   sums.lets_combine_begin = has_left || Target::kTuning.has_endless_sms;
   sums.most_single_rows = args.most_single_rows;
-  // Without peers there is nothing to sum.
-  const int num_blocks = world_.num_ranks == 1 ? 1 : has_left ? num_left : num_local_blocks;
+  const int num_blocks = has_left ? num_left : num_local_blocks;
   const LaunchConfig sums_config{.num_blocks = num_blocks,
                                  .num_threads = kNumThreads,
                                  .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows) +

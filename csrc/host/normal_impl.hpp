@@ -17,18 +17,16 @@ static_assert(sizeof(CombineEntry) <= kReservedSmemBytes - 16);
 template <class Target>
 typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& config,
                                                         const MessageLayout& message,
-                                                        int num_senders,
-                                                        size_t num_more_bytes) const {
+                                                        int num_senders) const {
   using detail::require;
   detail::check_channels(config, kMaxChannels);
   require(message.row_bytes > 0 && message.row_bytes % 16 == 0, "row_bytes = ", message.row_bytes,
           ", must be a positive multiple of 16");
   Shape shape{};
   shape.num_senders = num_senders;
-  const int warp_limit = min_of(Target::kTuning.sender_smem_bytes,
-                                (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes -
-                                 static_cast<int>(num_more_bytes)) /
-                                    max_of(1, shape.num_senders));
+  const int warp_limit = min_of(
+      Target::kTuning.sender_smem_bytes,
+      (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / max_of(1, shape.num_senders));
   require(warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages),
           "scales and top-k of one token take ", message.meta_bytes,
           " bytes: too many for the stages of a warp, which has ", warp_limit);
@@ -315,24 +313,14 @@ void Engine<Target>::check_output(const DispatchArgs& args, const DispatchOption
 }
 
 template <class Target>
-int Engine<Target>::window_slots(int num_blocks) {
-  constexpr int kMinSlots = 4;
-  return min_of(TokenWindow::kMaxSlots,
-                max_of(kMinSlots, ceil_div(Target::kTuning.num_window_tokens, num_blocks)));
-}
-
-template <class Target>
 CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
-                                         int row_bytes, const FewRows& few_rows,
-                                         int num_own_topk) const {
+                                         int row_bytes, const FewRows& few_rows) const {
   constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32, false>::kMaxThreads / kWarpSize;
   const int num_senders = max_of(world_.num_ranks - 1, Target::kTuning.min_senders);
   // Beside the reducing warps: the senders, the credits', the publisher.
   const int num_reduce_warps =
       min_of(Target::kTuning.num_reduce_warps, kMaxWarps - num_senders - 2);
   static_assert(Target::kTuning.num_reduce_warps <= CombineEntry::kMaxReduceWarps);
-  const int num_lists = max_of(num_reduce_warps, window_slots(config.num_channels));
-  const size_t own_bytes = num_own_topk == 0 ? 0 : OwnRows::num_bytes(num_lists, num_own_topk);
   detail::require(few_rows.most_rows == 0 ||
                       (few_rows.num_sms >= config.num_channels && few_rows.num_sms <= kMaxChannels),
                   "few_rows_sms = ", few_rows.num_sms, ", must not be below num_channels");
@@ -341,7 +329,7 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   plan.few_rows = few_rows;
   CombineArgs& args = plan.args;
   args.message = MessageLayout::of_combine(row_bytes, num_topk);
-  const Shape shape = shape_of(config, args.message, num_senders, own_bytes);
+  const Shape shape = shape_of(config, args.message, num_senders);
   args.num_senders = num_senders;
   args.barriers_offset = shape.num_senders * shape.stage.warp_bytes();
   args.entry_offset =
@@ -360,7 +348,7 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   args.signature = Operation::signature(Kernel::kCombine, agreed, 6);
   plan.launch = {.num_blocks = config.num_channels,
                  .num_threads = kWarpSize * (shape.num_senders + 2 + num_reduce_warps),
-                 .smem_bytes = args.entry_offset + sizeof(CombineEntry) + own_bytes};
+                 .smem_bytes = args.entry_offset + sizeof(CombineEntry)};
   return plan;
 }
 
@@ -368,13 +356,16 @@ template <class Target>
 LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineArgs* made) const {
   CombineArgs& args = *made;
   constexpr Tuning kTuning = Target::kTuning;
+  constexpr int kMinWindowSlots = 4;
   LaunchConfig launch_config = plan.launch;
   // Rings have a block a channel: those beyond leave them alone.
   if (max_of(args.num_rows, args.num_tokens) <= plan.few_rows.most_rows) {
     launch_config.num_blocks = max_of(launch_config.num_blocks, plan.few_rows.num_sms);
   }
   const int num_blocks = launch_config.num_blocks;
-  args.num_window_slots = window_slots(num_blocks);
+  args.num_window_slots =
+      min_of(TokenWindow::kMaxSlots,
+             max_of(kMinWindowSlots, ceil_div(kTuning.num_window_tokens, num_blocks)));
   args.num_staged_senders =
       min_of(args.num_senders * num_blocks,
              max_of(kTuning.min_staged_senders, min_of(num_blocks, kTuning.max_staged_senders)));

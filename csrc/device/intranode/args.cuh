@@ -277,8 +277,8 @@ struct ExpandReceivedArgs : ExpandArgs {
   const float* recv_weights;   // [N, K], or null
 };
 
-// Adds the rows that a token has on this rank; local. Inside a node it runs beside combine and leaves
-// out tokens of this rank, between nodes before it.
+// Adds the rows that a token has on this rank; local. Runs beside combine inside a node, between
+// nodes before it.
 struct ReduceExpertsArgs {
   World world;
   const int32_t* rank_prefix_matrix;  // [R, R]
@@ -294,16 +294,6 @@ struct ReduceExpertsArgs {
   float* reduced_weights;    // out [N, K], or null
   int most_single_rows;      // inside a node: as in CombineArgs
   bool lets_combine_begin;   // inside a node: beside it; otherwise when it has ended
-};
-
-// Rows of an expanded output that belong to this rank's own tokens: combine adds them itself.
-struct OwnRowsArgs {
-  const uint8_t* x;          // [M, row_bytes]
-  const int32_t* recv_rows;  // [N, K]
-  const float* row_weights;  // [M] factors, or null
-  const float* weights;      // [M] to be returned by top-k entry, or null
-  int num_topk;
-  int num_rows;  // M
 };
 
 // Transposes scales from rows to columns; local. Runs after dispatch.
@@ -343,9 +333,6 @@ struct CombineArgs {
   SumOrder order;                // of a token's rows, after the biases
   uint8_t* combined_x;           // out [T, row_bytes]
   float* combined_topk_weights;  // out [T, K], or null
-  // Of an expanded output; x and topk_weights then are what reduce_experts writes, without this
-  // rank's own rows.
-  OwnRowsArgs own;
 };
 
 // The result of a shrink barrier; host memory that kernels reach.

@@ -12,9 +12,8 @@
 // grid   num_channels blocks: num_senders warps, one that returns credits, one that publishes, and
 //        the others add
 // smem   num_senders x (stages + mbarriers), then a CombineEntry
-//        of an expanded output: then OwnRows. It runs beside reduce_experts, which makes the rows of
-//        x that return to peers; this rank's own rows are added from where the experts left them
-//        (combine_own_rows.cuh), and all threads await the end of reduce_experts
+// beside reduce_experts, of an expanded output: that makes the rows of x, chunk by chunk
+//        (reduce_for_combine). All threads await its end
 // words  arrived, staging_line, staging_rows · owner: reader · written by each peer's block 0 ·
 //        entry
 // before entry: every rank's rings and staging are free and this rank's handle is complete

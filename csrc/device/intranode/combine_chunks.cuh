@@ -50,16 +50,17 @@ DC_DEVICE uint64_t* summed_word(const World& world, int peer, int chunk) {
 }
 
 // Chunks of all peers in rotation, so that every rank receives from all others at the same pace.
-// Lane r holds those of rank r.
-class RotatingChunks {
+// Lane r holds those of rank r. kHasOwn: and of this rank itself.
+template <bool kHasOwn>
+class ChunkRotation {
  public:
   static constexpr int kEnd = -1, kNone = -2;
 
   template <class Args>
-  DC_DEVICE explicit RotatingChunks(const Args& args)
+  DC_DEVICE explicit ChunkRotation(const Args& args)
       : num_ranks_(args.world.num_ranks), rank_(args.world.rank) {
     const int lane = arch::lane_idx();
-    if (lane < num_ranks_ && lane != rank_) {
+    if (lane < num_ranks_ && (kHasOwn || lane != rank_)) {
       num_chunks_ = ChunkedRows::of(args, num_rows_between(args, lane, rank_)).num_chunks();
     }
     for (int peer = 0; peer < num_ranks_; ++peer) {
@@ -69,7 +70,7 @@ class RotatingChunks {
   // The rotation advances with each round. Otherwise all ranks would begin a round with the same
   // peer.
   DC_DEVICE int at(uint32_t number) const {
-    const uint32_t num_peers = num_ranks_ - 1;
+    const uint32_t num_peers = num_ranks_ - !kHasOwn;
     if (num_peers == 0) return kEnd;
     const uint32_t chunk = number / num_peers;
     if (chunk >= most_chunks_) return kEnd;
@@ -85,9 +86,10 @@ class RotatingChunks {
   uint32_t num_chunks_ = 0;   // of this lane's rank
   uint32_t most_chunks_ = 0;  // of any peer
 };
+using RotatingChunks = ChunkRotation<false>;
 
 struct Chunk {
-  int item;   // peer and number: RotatingChunks::at
+  int item;   // peer and number: ChunkRotation::at
   int first;  // row, among those that return to the peer
   int num_rows;
   int64_t x_row;

@@ -20,7 +20,7 @@ struct TokenWindow {
   struct Slot {
     const uint8_t* rows[kMaxRanks + 2];
     int token;
-    int own_row;  // of x; of an expanded output, of recv_rows
+    int own_row;  // of x
     int16_t num_rows;
     int16_t num_biases;    // of them, the first; the rest has come from ranks
     int16_t own_position;  // of this rank's row among the latter, or -1

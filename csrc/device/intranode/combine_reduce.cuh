@@ -1,7 +1,8 @@
 // The adding half of combine, for both modes: one warp, one token.
 #pragma once
 
-#include "device/intranode/combine_own_rows.cuh"
+#include "device/intranode/combine_entry.cuh"
+#include "device/move/reduce.cuh"
 
 namespace deep_comm {
 
@@ -10,7 +11,7 @@ DC_DEVICE bool await_summed(const Context& context, int peer, int chunk) {
   bool ok = true;
   if (arch::lane_idx() == 0 && !arch::fault(Fault::kSkipSums)) {
     uint32_t value = 0;
-    // pairs with: reduce_for_peers — the sums of the chunk's rows
+    // pairs with: reduce_for_combine — the sums of the chunk's rows
     ok = await_tagged(context, summed_word(context.world, peer, chunk),
                       {Stage::kSummed, Word::kSummed, context.world.rank, -1}, 1, &value);
     // order-proof: the simulation asks for it after stores of the same thread; these are of other
@@ -34,16 +35,8 @@ DC_DEVICE int take_biases(const CombineArgs& args, int token, const Take& take) 
   return num_biases;
 }
 
-// What a token's rows on this rank return for top-k entry k, of an expanded output.
-DC_DEVICE float own_weight(const CombineArgs& args, int64_t own_row, int k) {
-  const int64_t position = own_row * args.message.num_topk + k;
-  const int32_t row = arch::ld_nc(args.own.recv_rows + position);
-  return row >= 0 && row < args.own.num_rows ? arch::ld_nc(args.own.weights + row) : 0.0f;
-}
-
 // combined_topk_weights[token], summed over num_received rows; of a call with weights. The lanes load
 // several rows at once: otherwise each row would cost a trip to memory.
-template <bool kIsExpanded>
 DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, int num_received,
                            int own_position, int64_t own_row, int token) {
   const int num_topk = args.message.num_topk;
@@ -56,19 +49,10 @@ DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, 
       const int idx = first + group, end = min_of(num_at_once, num_received - first);
       float weight = 0.0f;
       if (group < end && k < num_topk) {
-        if constexpr (kIsExpanded) {
-          weight =
-              idx == own_position
-                  ? own_weight(args, own_row, k)
-                  : arch::ld_weak(
-                        reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes) + k);
-        } else {
-          const float* row =
-              idx == own_position
-                  ? args.topk_weights + own_row * num_topk
-                  : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
-          weight = arch::ld_weak(row + k);
-        }
+        const float* row = idx == own_position
+                               ? args.topk_weights + own_row * num_topk
+                               : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
+        weight = arch::ld_weak(row + k);
       }
       DC_NO_UNROLL
       for (int other = 0; other < end; ++other) {
@@ -83,10 +67,10 @@ DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, 
 
 // combined_x[token] and combined_topk_weights[token]. Lane r < R passes rank r's row, or null.
 // `own_row` is the index in x of this rank's own row, in every lane. `rows`: this warp's part of
-// shared memory. own: of an expanded output, likewise; lane `rank` then passes any address.
-template <Dtype kDtype, bool kIsExpanded>
+// shared memory.
+template <Dtype kDtype>
 DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int token,
-                         const uint8_t* row, int64_t own_row, [[maybe_unused]] OwnRows own) {
+                         const uint8_t* row, int64_t own_row) {
   const int rank = args.world.rank;
   const uint32_t present = arch::ballot(kFullMask, row != nullptr);
   const uint32_t positions = args.order.positions(token, present);
@@ -95,25 +79,13 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
     rows[idx] = bias;  // every lane stores the same
   });
   if (row != nullptr) rows[num_biases + (positions >> (4 * arch::lane_idx()) & 15u)] = row;
-  if constexpr (kIsExpanded) {
-    if (row != nullptr && arch::lane_idx() == rank) {
-      own.fill(args.own, own_row, [](int32_t) {});
-    }
-  }
   arch::sync_warp();  // the rows' addresses, and each lane's acquire, before any lane follows them
-  uint8_t* dst = args.combined_x + static_cast<int64_t>(token) * args.message.row_bytes;
-  if constexpr (!kIsExpanded) {
-    reduce_rows<kDtype>(dst, rows, num_biases + num_received, args.message.row_bytes / 16);
-  }
+  reduce_rows<kDtype>(args.combined_x + static_cast<int64_t>(token) * args.message.row_bytes, rows,
+                      num_biases + num_received, args.message.row_bytes / 16);
   const bool has_own = (present >> rank & 1u) != 0;
   const int own_position = has_own ? static_cast<int>(positions >> (4 * rank) & 15u) : -1;
-  if constexpr (kIsExpanded) {
-    reduce_rows_with_own<kDtype>(args.own, dst, rows, num_biases + num_received,
-                                 has_own ? num_biases + own_position : -1, own,
-                                 args.message.row_bytes);
-  }
   if (args.message.num_topk != 0) {
-    add_weights<kIsExpanded>(args, rows + num_biases, num_received, own_position, own_row, token);
+    add_weights(args, rows + num_biases, num_received, own_position, own_row, token);
   }
 }
 

@@ -119,10 +119,10 @@ template <Dtype kDtype, bool kIsExpanded>
 class RingReducer {
  public:
   DC_DEVICE RingReducer(const Context& context, const CombineArgs& args, int channel,
-                        const uint8_t** rows, OwnRows own)
-      : args_(args),
+                        const uint8_t** rows)
+      : context_(context),
+        args_(args),
         rows_(rows),
-        own_(own),
         is_peer_(arch::lane_idx() < args.world.num_ranks && arch::lane_idx() != args.world.rank),
         own_row_(first_row_of(args, args.world.rank) +
                  arch::ld_nc(args.recv_channel_prefix_matrix +
@@ -140,21 +140,32 @@ class RingReducer {
     bool ok = true;
     if (is_peer_ && head >= 0) ok = ring_.await_filled(head, Stage::kReduce);
     if (!arch::all(kFullMask, ok)) return false;
-    const int64_t own_row = own_row_ + arch::shfl(kFullMask, head, rank);
+    const int own_head = arch::shfl(kFullMask, head, rank);
+    const int64_t own_row = own_row_ + own_head;
+    if constexpr (kIsExpanded) {
+      if (own_head >= 0 && !await_own_sums(own_row)) return false;
+    }
     const uint8_t* row = nullptr;
     if (head >= 0) {
       row = is_peer_ ? ring_.slot(head) : args_.x + own_row * args_.message.row_bytes;
     }
-    add_token<kDtype, kIsExpanded>(args_, rows_, token, row, own_row, own_);
+    add_token<kDtype>(args_, rows_, token, row, own_row);
     return true;
   }
 
  private:
+  DC_DEVICE bool await_own_sums(int64_t own_row) const {
+    const int rank = args_.world.rank;
+    const auto own = ChunkedRows::of(args_, num_rows_between(args_, rank, rank));
+    const int first = static_cast<int>(first_row_of(args_, rank));
+    return await_summed(context_, rank, (static_cast<int>(own_row) - first) / own.chunk_rows);
+  }
+
+  const Context& context_;
   const CombineArgs& args_;
   const uint8_t** rows_;
-  OwnRows own_;
   bool is_peer_;
-  int64_t own_row_;  // this rank's first row of the channel, in x or recv_rows
+  int64_t own_row_;  // this rank's first row of the channel, in x
   RingReceiver ring_;
 };
 
@@ -164,9 +175,7 @@ DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, C
                               int channel, int warp) {
   const int num_warps = CombineEntry::num_reduce_warps(args);
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
-  RingReducer<kDtype, kIsExpanded> reducer(
-      context, args, channel, entry->rows[warp],
-      kIsExpanded ? OwnRows::of(args, warp) : OwnRows{nullptr});
+  RingReducer<kDtype, kIsExpanded> reducer(context, args, channel, entry->rows[warp]);
   uint32_t num_done = 0;
   int next_head = load_head(args, range.begin + warp, range.end);
   for (int token = range.begin + warp; token < range.end; token += num_warps) {

@@ -280,7 +280,7 @@ DC_DEVICE void receive_staged(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   const int reducer = arch::warp_idx() - args.num_senders - 2;
   if (reducer >= 0) {
-    add_ready<kDtype, kIsExpanded>(context, args, entry, reducer);
+    add_ready<kDtype>(context, args, entry, reducer);
   } else if (reducer == -1) {
     publish_chunks(context, args, entry);
   } else {

@@ -6,6 +6,7 @@
 // warps that each poll for their own token would keep memory busy.
 //
 // words  recv_line.landed, read · taken.num_tokens · see combine_staged.cuh
+//        send_line.summed, read, of an expanded output: sums of this rank's own tokens
 //        entry.num_ready, num_using (shared memory) · between watch and teams
 // waits  watch: for chunks, unblocked by their senders, and for slots, unblocked by the teams;
 //        teams: for the watch. Senders wait for neither
@@ -108,7 +109,7 @@ class TokenWatch {
     }
     pending_ &= ~landed;
     while (arch::any(kFullMask, landed != 0)) {
-      // pairs with: publish_chunks, ChunkSender::publish_rest — the chunk's rows
+      // pairs with: publish_chunks, ChunkSender::publish_rest, reduce_for_combine — the chunk's rows
       if (landed != 0) arch::ld_acquire_sys(word_of(arch::ffs(landed) - 1));
       landed &= landed - 1;
     }
@@ -122,7 +123,7 @@ class TokenWatch {
     if (is_waiting_for_all()) {
       // Warps of this block are bounded by their own waits.
       const WaitFor wait = is_pending()
-                               ? WaitFor{Stage::kReduce, Word::kLanded, arch::ffs(pending_) - 1, -1}
+                               ? awaited_row()
                                : WaitFor{Stage::kRetire, Word::kProgress, args_.world.rank, -1};
       ok = may_go_on(context_, wait, seen_, Tagged::pack(context_.generation, 1), patience, clock);
     }
@@ -140,6 +141,17 @@ class TokenWatch {
 
  private:
   DC_DEVICE bool is_pending() const { return token_ >= 0; }
+  DC_DEVICE void await_row(int peer, int row) {
+    chunk_[peer] = static_cast<uint32_t>(row) / entry_->window.chunk_rows[peer];
+    pending_ |= 1u << peer;
+  }
+  // A peer's, if one is missing.
+  DC_DEVICE WaitFor awaited_row() const {
+    const int rank = args_.world.rank;
+    const uint32_t peers = kIsExpanded ? pending_ & ~(1u << rank) : pending_;
+    if (kIsExpanded && peers == 0) return {Stage::kSummed, Word::kSummed, rank, -1};
+    return {Stage::kReduce, Word::kLanded, arch::ffs(peers) - 1, -1};
+  }
   DC_DEVICE bool wants_token() const {
     return token_ < 0 && !is_exhausted_ && arch::lane_idx() < args_.num_window_slots;
   }
@@ -152,6 +164,7 @@ class TokenWatch {
     int chunk = 0;
     DC_UNROLL
     for (int idx = 0; idx < kMaxRanks; ++idx) chunk = idx == peer ? chunk_[idx] : chunk;
+    if (kIsExpanded && peer == args_.world.rank) return summed_word(args_.world, peer, chunk);
     return landed_word(args_.world, args_.world.rank, peer, chunk);
   }
   // The lane that rests. Its wait is named if the wait fails.
@@ -229,22 +242,17 @@ class TokenWatch {
         own_row = own_first_ + row;
         own_position = position;
         if constexpr (kIsExpanded) {
-          OwnRows::of(args_, arch::lane_idx()).fill(args_.own, own_row, [&](int32_t output_row) {
-            arch::bulk_prefetch(
-                args_.own.x + static_cast<int64_t>(output_row) * args_.message.row_bytes,
-                args_.message.row_bytes);
-          });
+          if (!arch::fault(Fault::kSkipSums)) await_row(peer, row);
         } else {
           arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
                               args_.message.row_bytes);
-          slot.rows[num_biases + position] =
-              args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
         }
+        slot.rows[num_biases + position] =
+            args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
       } else {
         slot.rows[num_biases + position] =
             staging_slot(args_, rank, args_.staging_line, entry_->window.first_staged[peer] + row);
-        chunk_[peer] = static_cast<uint32_t>(row) / entry_->window.chunk_rows[peer];
-        pending_ |= 1u << peer;
+        await_row(peer, row);
       }
     }
     slot.num_biases = num_biases;
@@ -299,7 +307,7 @@ DC_DEVICE bool may_go_on(const WatchContext<kIsExpanded>& context, const WaitFor
 }
 
 // One warp of a team: adds its columns of every token that the team gets.
-template <Dtype kDtype, bool kIsExpanded>
+template <Dtype kDtype>
 DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, CombineEntry* entry,
                          int adder) {
   const AddTeams teams = AddTeams::of(args);
@@ -325,19 +333,12 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
     const int slot_idx = window.ready[index % TokenWindow::kNumReady];
     const TokenWindow::Slot& slot = window.slots[slot_idx];
     const int64_t offset = static_cast<int64_t>(slot.token) * args.message.row_bytes;
-    if constexpr (kIsExpanded) {
-      const int own_position = slot.own_position < 0 ? -1 : slot.num_biases + slot.own_position;
-      reduce_rows_with_own<kDtype>(args.own, args.combined_x + offset, slot.rows, slot.num_rows,
-                                   own_position, OwnRows::of(args, slot_idx),
-                                   args.message.row_bytes, member, teams.size);
-    } else {
-      reduce_rows<kDtype>(args.combined_x + offset, slot.rows, slot.num_rows,
-                          args.message.row_bytes / 16, member, teams.size);
-    }
+    reduce_rows<kDtype>(args.combined_x + offset, slot.rows, slot.num_rows,
+                        args.message.row_bytes / 16, member, teams.size);
     // The members take turns: their columns cost them two trips to memory at most, the weights one.
     if (args.message.num_topk != 0 && member == index / teams.num_teams % teams.size) {
-      add_weights<kIsExpanded>(args, slot.rows + slot.num_biases, slot.num_rows - slot.num_biases,
-                               slot.own_position, slot.own_row, slot.token);
+      add_weights(args, slot.rows + slot.num_biases, slot.num_rows - slot.num_biases,
+                  slot.own_position, slot.own_row, slot.token);
     }
     arch::sync_warp();  // all lanes have read the slot
     if (arch::lane_idx() == 0) {

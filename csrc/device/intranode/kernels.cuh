@@ -115,7 +115,7 @@ struct ReduceExpertsKernel {
   static constexpr int kMaxThreads = 640;
   DC_DEVICE static void run(const Args& args) {
     if constexpr (kForPeers) {
-      reduce_for_peers<kDtype>(args);
+      reduce_for_combine<kDtype>(args);
     } else {
       reduce_experts<kDtype>(args);
     }

@@ -2,21 +2,20 @@
 // Local: no peer takes part. Each row still crosses the link once.
 //
 // Between nodes it runs before combine (reduce_experts). Inside a node it runs beside combine, which
-// is launched right behind it (reduce_for_peers): chunk by chunk in the order in which combine's
-// senders take them, and without this rank's own tokens, which combine adds itself.
+// is launched right behind it (reduce_for_combine): chunk by chunk in the order in which combine's
+// senders take them, and its adders those of this rank's own tokens.
 //
 // in     x [M, H] grouped by expert, recv_rows [N, K] of the dispatch; optional row_weights [M]
 // out    reduced_x [N, H] = round(((0 + w_a * x_a) + w_b * x_b) + …), in float32, top-k entries
 //        ascending; each product is rounded to float32 before it is added, the sum is rounded to
 //        the dtype once; w = 1 without row_weights
 //        reduced_weights [N, K] = weights[output row of the entry], 0 if it is on another rank
-// grid   any number of blocks and warps; a token per warp, or a part of one: reduce_for_peers
-// smem   TokenRows, one per warp; reduce_for_peers: then PartCounts
-// words  reduce_for_peers: send_line.summed · this rank · read by combine's senders · release gpu /
-//        acquire sys
+// grid   any number of blocks and warps; a token per warp, or a part of one: reduce_for_combine
+// smem   TokenRows, one per warp; reduce_for_combine: then PartCounts
+// words  reduce_for_combine: send_line.summed · this rank · read by combine's senders and watch ·
+//        release gpu / acquire sys
 // waits  none
-// not promised: rows past the received tokens, which combine does not read; reduce_for_peers: own
-//        tokens' rows
+// not promised: rows past the received tokens, which combine does not read
 #pragma once
 
 #include "device/intranode/combine_chunks.cuh"
@@ -103,7 +102,7 @@ struct PartCounts {
 
   // The chunks of one of num_blocks blocks, at most.
   DC_HOST_DEVICE static constexpr int most_chunks(int num_ranks, int num_blocks) {
-    return ceil_div(kMaxChunks * max_of(1, num_ranks - 1), num_blocks);
+    return ceil_div(kMaxChunks * num_ranks, num_blocks);
   }
   DC_HOST_DEVICE static constexpr size_t num_bytes(int num_ranks, int num_blocks) {
     return sizeof(uint32_t) * static_cast<size_t>(1 + most_chunks(num_ranks, num_blocks));
@@ -117,7 +116,7 @@ struct PartCounts {
 // Each block has every num_blocks-th chunk, and its warps take turns with the parts of these: a whole
 // chunk per warp would let all chunks be ready at the end, and none before.
 template <Dtype kDtype>
-DC_DEVICE void reduce_for_peers(const ReduceExpertsArgs& args) {
+DC_DEVICE void reduce_for_combine(const ReduceExpertsArgs& args) {
   constexpr int kVecsOfPart = 4 * kWarpSize;
   const World& world = args.world;
   PartCounts& parts = PartCounts::of_block();
@@ -131,7 +130,7 @@ DC_DEVICE void reduce_for_peers(const ReduceExpertsArgs& args) {
   if (args.lets_combine_begin) arch::allow_later_launch();
 
   TokenRows& rows = TokenRows::of_warp();
-  const RotatingChunks order(args);
+  const ChunkRotation<true> order(args);
   const ReturnedRows returned(args);
   const int num_tokens = num_received(world, args.rank_prefix_matrix, args.num_tokens_limit);
   const int num_vecs = args.row_bytes / 16, parts_of_row = ceil_div(num_vecs, kVecsOfPart);
@@ -140,7 +139,7 @@ DC_DEVICE void reduce_for_peers(const ReduceExpertsArgs& args) {
   for (int turn = arch::warp_idx();; turn += arch::num_warps()) {
     const int idx = turn / parts_of_chunk, part = turn - idx * parts_of_chunk;
     const int item = order.at(static_cast<uint32_t>(idx * arch::num_blocks() + arch::block_idx()));
-    if (item == RotatingChunks::kEnd) return;
+    if (item == order.kEnd) return;
     const Chunk chunk = returned.chunk(item);
     const int row = part / parts_of_row, part_of_row = part - row * parts_of_row;
     if (row >= chunk.num_rows) continue;  // short, or none
@@ -159,7 +158,7 @@ DC_DEVICE void reduce_for_peers(const ReduceExpertsArgs& args) {
     const uint32_t num_all = static_cast<uint32_t>(chunk.num_rows * parts_of_row);
     if (num_done != (arch::fault(Fault::kEarlySums) ? 1u : num_all)) continue;
     if (arch::fault(Fault::kLostSums)) continue;
-    // pairs with: await_summed — the sums of the chunk's rows
+    // pairs with: await_summed, TokenWatch::look — the sums of the chunk's rows
     arch::st_release_gpu(summed_word(world, chunk.peer(), chunk.number()),
                          Tagged::pack(generation, 1));
   }

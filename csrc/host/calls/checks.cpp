@@ -201,12 +201,6 @@ ReducedRows ReducedRows::allocate(CallContext& context, CheckedCombine& combine,
   args.reduced_x = reinterpret_cast<uint8_t*>(combine.x);
   args.weights = reinterpret_cast<const float*>(weights);
   args.reduced_weights = reinterpret_cast<float*>(weights != 0 ? combine.weights : 0);
-  reduced.own = {.x = args.x,
-                 .recv_rows = args.recv_rows,
-                 .row_weights = args.row_weights,
-                 .weights = args.weights,
-                 .num_topk = args.num_topk,
-                 .num_rows = args.num_rows};
   return reduced;
 }
 

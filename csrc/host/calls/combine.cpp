@@ -25,8 +25,7 @@ class CheckedInNodeCombine {
     combine_ = check_combine(context, request);
     plan_ = &plan_of(
         context, CombineKey{request.config, combine_.dtype, combine_.row_bytes, combine_.num_topk,
-                            handle().num_channels, handle().has_default_sms,
-                            handle().expansion ? handle().expansion->num_topk : 0});
+                            handle().num_channels, handle().has_default_sms});
     require_channels(handle(), plan_->rings.channels.num_channels, "num_sms");
   }
 
@@ -75,7 +74,6 @@ class LaunchedInNodeCombine : public ReservedInNodeCombine {
     args.recv_channel_prefix_matrix = pointer_of<int32_t>(routing.recv_channel_prefix);
     args.send_head = pointer_of<int32_t>(routing.send_head);
     set_combine(context_.memory, combine_, combined_, &args);
-    args.own = reduced_.own;
     context_.launch([&] {
       if (handle().expansion) {
         context_.engine.combine_expanded(plan_->combine, args, reduced_.args,

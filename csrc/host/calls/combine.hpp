@@ -44,12 +44,10 @@ struct CheckedCombine {
 CheckedCombine check_combine(const CallContext& context, const CombineRequest& request);
 
 // Of an expanded output: its rows [M, H] as one row a received token [N, H], weights [M] as [N, K],
-// where `combine` takes them. Inside a node places of this rank's own tokens stay empty: how many
-// there are, the host does not know. The tensors live until the call is launched.
+// where `combine` takes them. The tensors live until the call is launched.
 struct ReducedRows {
   MadeTensor x, weights;
   ReduceExpertsArgs args{};  // of the sums; all but what the engine fills in
-  OwnRowsArgs own{};
 
   // Nothing, without expansion.
   static ReducedRows allocate(CallContext& context, CheckedCombine& combine,

@@ -90,7 +90,7 @@ const InNodeCombinePlan& plan_of(CallContext& context, const CombineKey& key) {
       few_rows = key.config.chooser->few_rows(key.row_bytes, key.num_channels);
     }
     plan.combine = context.engine.plan_combine(plan.rings.channels, key.dtype, key.num_topk,
-                                               key.row_bytes, few_rows, key.num_own_topk);
+                                               key.row_bytes, few_rows);
     plan.staging_row_bytes = staging_row_bytes(key.row_bytes, key.num_topk);
     return plan;
   });

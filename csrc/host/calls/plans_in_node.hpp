@@ -49,7 +49,6 @@ struct CombineKey {
   int row_bytes, num_topk;
   int num_channels;      // of the handle
   bool has_default_sms;  // of the handle
-  int num_own_topk;      // of the handle, if it is of an expanded output; else 0
 
   bool operator==(const CombineKey&) const = default;
 };
