@@ -241,6 +241,11 @@ class Engine final : public EngineCalls {
   void prepare() {
     (target_.template prepare<KernelTypes>(), ...);
   }
+  template <template <Dtype> class... KernelOf>
+  void prepare_each_dtype() {
+    prepare<KernelOf<Dtype::kBfloat16>..., KernelOf<Dtype::kFloat16>...,
+            KernelOf<Dtype::kFloat32>...>();
+  }
   template <Collective kOp>
   void prepare_collective();
   // Of this rank alone, for local kernels over rows that came from several nodes.

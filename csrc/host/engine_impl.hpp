@@ -91,18 +91,13 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
           DispatchKernel<true, true>>();
   prepare<NumberRowsKernel, ExpandKernel, NumberReceivedKernel, ExpandReceivedKernel,
           TransposeScalesKernel>();
-  prepare<ReduceExpertsKernel<Dtype::kBfloat16>, ReduceExpertsKernel<Dtype::kFloat16>,
-          ReduceExpertsKernel<Dtype::kFloat32>>();
-  prepare<CombineKernel<Dtype::kBfloat16>, CombineKernel<Dtype::kFloat16>,
-          CombineKernel<Dtype::kFloat32>>();
+  prepare_each_dtype<ReduceExpertsKernel, CombineKernel, AddSlotsKernel>();
   prepare_collective<Collective::kAllGather>();
   prepare_collective<Collective::kReduceScatter>();
   prepare_collective<Collective::kAllReduceOnce>();
   prepare_collective<Collective::kAllReduceTwice>();
   prepare_collective<Collective::kAllReduceNorm>();
   prepare<SignalWordKernel, AwaitWordKernel, BeginMatmulKernel, AwaitPushKernel, EndMatmulKernel>();
-  prepare<AddSlotsKernel<Dtype::kBfloat16>, AddSlotsKernel<Dtype::kFloat16>,
-          AddSlotsKernel<Dtype::kFloat32>>();
 }
 
 template <class Target>
@@ -313,11 +308,9 @@ template <class Target>
 void Engine<Target>::barrier(uint64_t stream) {
   const LaunchConfig config{.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 16};
   if (!is_internode()) return launch<BarrierKernel>(config, {}, stream);
-  if constexpr (Target::kHasRail) {
-    InternodeBarrierArgs args{};
-    args.tiers = tiers_;
-    launch<InternodeBarrierKernel>(config, args, stream);
-  }
+  InternodeBarrierArgs args{};
+  args.tiers = tiers_;
+  launch<InternodeBarrierKernel>(config, args, stream);
 }
 
 template <class Target>
