@@ -233,7 +233,7 @@ class Buffer(deep_comm.Buffer):
     _internode_dispatch = _with_tuple(_adapted(deep_comm.Buffer.internode_dispatch, {}))
 
     @functools.wraps(_internode_dispatch)
-    def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
+    def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
         """What dispatch does over several nodes. By position the arguments are 1.2.1's; later
         releases have no ``num_worst_tokens``, so that a Config in its place has everything move up
         by one."""
