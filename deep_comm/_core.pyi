@@ -341,14 +341,7 @@ class LayerCalls:
         *,
         buffer: BufferCalls,
         low_latency: LowLatencyCalls | None,  # None: the layer does not decode
-        hidden: int,
-        num_topk: int,
-        num_experts: int,
-        max_tokens: int,
-        decode_tokens: int,
-        num_slots: int,  # tokens of a rank that decode has room for
-        dtype: object,
-        use_fp8: bool,
+        shape: object,  # MoEShape
         alignment: int,
         max_recv_rows: int,
         batch_type: type,  # ExpertBatch
@@ -369,8 +362,7 @@ class LayerCalls:
     combine: Callable[..., Any]
     begin_combine: Callable[..., Any]
     finish: Callable[..., Any]
-    def use_counters(self, counters: object) -> None:
-        """``counters``: HostCounters.arguments, or None."""
+    def use_counters(self, counters: HostCounters | None) -> None: ...
 
 class Framework:
     """What calls ask of the program's tensor library."""
@@ -407,15 +399,23 @@ class Segment:
 def remove_stale_segments() -> list[str]:
     """Remove this user's segments whose creating process is gone; returns their names."""
 
-def host_counters_bytes(num_ranks: int) -> int: ...
-def host_counters(
-    address: int, rank: int, num_ranks: int, owner: object
-) -> tuple[
-    Callable[[int], int], Callable[[int], int | None], Callable[[], int], Callable[[int], None]
-]:
-    """``publish``, ``max``, ``exchange`` and ``set_exchange`` of
-    deep_comm.layer.host_counters.HostCounters, over zeroed memory that ``owner`` keeps.
-    """
+class HostCounters:
+    """One rank's view of counters that the ranks of a host share; see
+    deep_comm/layer/host_counters.py."""
+
+    def __init__(self, segment: Segment, rank: int, num_ranks: int) -> None:
+        """``segment``: num_bytes(num_ranks) zeroed bytes."""
+    @staticmethod
+    def num_bytes(num_ranks: int) -> int: ...
+    def publish(self, num_tokens: int) -> int:
+        """Publish the tokens of the next exchange and return its number. Call it when the launch is
+        certain, because peers may act on it at once."""
+    def max(self, exchange: int) -> int | None:
+        """The largest number of tokens of any rank; None if some rank has not published its number
+        within 200 us, in which the GIL is free."""
+    def exchange(self) -> int:
+        """This rank's last published exchange."""
+    def set_exchange(self, exchange: int) -> None: ...
 
 class Event:
     """A point in the work of a stream. Events of CUDA are reused: making one is cheap."""
@@ -513,7 +513,7 @@ def bytes_capsule(
     owner: object,  # lives as long as the last tensor over the memory
 ) -> object:
     """A DLPack capsule for torch.from_dlpack: memory that somebody else owns, as uint8
-    [1, num_bytes]."""
+    [num_bytes]."""
 
 def allocate(num_bytes: int) -> int:
     """Zeroed, 4096-byte aligned memory of this process: the heap of ranks that are threads."""

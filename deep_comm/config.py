@@ -185,31 +185,19 @@ def _split_ranks(num_ranks: int, ranks_per_node: int | None) -> tuple[int, int]:
     return min(num_ranks, ranks_per_node), max(num_ranks // ranks_per_node, 1)
 
 
-def _known_size(num_ranks: int) -> int:
-    """The largest size of a group, up to ``num_ranks``, that the recommended configs know."""
-    return max(size for size in _DISPATCH if size <= max(1, num_ranks))
-
-
 def _align(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-# ranks -> (nvl send, nvl recv, rdma send, rdma recv). The values for 2, 4, 8, 16 and more ranks are
-# those that callers know from DeepEP; 1, 3, 5, 6 and 7 lie between their neighbours.
+# ranks, up to the next size -> (nvl send, nvl recv, rdma send, rdma recv). The values for 2, 4, 8,
+# 16 and more ranks are those that callers know from DeepEP; 1, 3, 5, 6 and 7 lie between their
+# neighbours.
 _DISPATCH = {
     1: (24, 256, 6, 128),
-    2: (24, 256, 6, 128),
     3: (12, 256, 6, 128),
     4: (6, 256, 6, 128),
-    5: (6, 256, 6, 128),
-    6: (6, 256, 6, 128),
-    7: (6, 256, 6, 128),
-    8: (6, 256, 6, 128),
     16: (36, 288, 20, 128),
     24: (32, 288, 8, 128),
-    32: (32, 288, 8, 128),
-    48: (32, 288, 8, 128),
-    64: (32, 288, 8, 128),
     96: (20, 480, 12, 128),
     128: (20, 560, 12, 128),
     144: (32, 720, 12, 128),
@@ -217,8 +205,6 @@ _DISPATCH = {
 }
 _COMBINE = {
     1: (10, 256, 6, 128),
-    2: (10, 256, 6, 128),
-    3: (10, 256, 6, 128),
     4: (9, 256, 6, 128),
     5: (8, 256, 6, 128),
     6: (6, 256, 6, 128),
@@ -226,13 +212,9 @@ _COMBINE = {
     8: (4, 256, 6, 128),
     16: (4, 288, 12, 128),
     24: (1, 288, 8, 128),
-    32: (1, 288, 8, 128),
-    48: (1, 288, 8, 128),
-    64: (1, 288, 8, 128),
     96: (1, 480, 8, 128),
     128: (1, 560, 8, 128),
     144: (2, 720, 8, 128),
-    160: (2, 720, 8, 128),
 }
 
 
@@ -250,7 +232,7 @@ def _recommended(
     table: dict[int, tuple[int, int, int, int]], num_ranks: int, num_sms: int
 ) -> Config:
     integers.require("num_ranks", num_ranks, 1)
-    return Config(num_sms, *table[_known_size(num_ranks)])
+    return Config(num_sms, *table[max(size for size in table if size <= num_ranks)])
 
 
 @functools.cache

@@ -83,14 +83,8 @@ class Expansion(_View):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        parts = (
-            self.expert_offsets,
-            self.expert_counts,
-            self.recv_rows,
-            self.send_row,
-            self.num_expanded,
-        )
-        return tuple(part for part in parts if part is not None)
+        parts = (getattr(self, entry.name) for entry in fields(self))
+        return tuple(part for part in parts if isinstance(part, Tensor))
 
 
 def made_later(default: Any = None) -> Any:
@@ -111,7 +105,7 @@ class TensorSequence(_View, Sequence[Tensor]):
     first call that takes those makes a record of them.
     """
 
-    _SIZE: ClassVar[int]
+    _NAMES: ClassVar[tuple[str, ...]]  # of the fields by position
 
     rank: int | None = made_later()
     num_experts: int | None = made_later()
@@ -130,9 +124,9 @@ class TensorSequence(_View, Sequence[Tensor]):
             return Expansion.of(record) if record.is_expanded else None
         return super()._read(record, name)
 
-    @abc.abstractmethod
     def as_tuple(self) -> tuple[Tensor, ...]:
-        """The tensors, in the order of DeepEP's handle."""
+        """The tensors that have a position, in the order of DeepEP's handle."""
+        return tuple([getattr(self, name) for name in self._NAMES])
 
     @property
     @abc.abstractmethod
@@ -141,6 +135,11 @@ class TensorSequence(_View, Sequence[Tensor]):
     @property
     @abc.abstractmethod
     def num_recv_rows(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """T: rows that the next cached dispatch takes and combine returns."""
+        return int(self.is_token_in_rank.shape[0])
 
     @property
     def num_output_rows(self) -> int:
@@ -156,7 +155,7 @@ class TensorSequence(_View, Sequence[Tensor]):
         return self.as_tuple()[index]
 
     def __len__(self) -> int:
-        return self._SIZE
+        return len(self._NAMES)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.as_tuple())
@@ -191,8 +190,6 @@ class Handle(TensorSequence):
         owner_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
     """
 
-    _SIZE: ClassVar = 6
-
     rank_prefix_matrix: Tensor
     channel_prefix_matrix: Tensor
     recv_channel_prefix_matrix: Tensor
@@ -211,25 +208,9 @@ class Handle(TensorSequence):
         return self.channel_prefix_matrix.shape[1]
 
     @property
-    def num_tokens(self) -> int:
-        """T: rows that the next cached dispatch takes and combine returns."""
-        return self.is_token_in_rank.shape[0]
-
-    @property
     def num_recv_rows(self) -> int:
         """N: received tokens, num_worst_tokens in worst-case mode."""
         return self.recv_src_idx.shape[0]
-
-    def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The six tensors, in the order of DeepEP's handle."""
-        return (
-            self.rank_prefix_matrix,
-            self.channel_prefix_matrix,
-            self.recv_channel_prefix_matrix,
-            self.recv_src_idx,
-            self.is_token_in_rank,
-            self.send_head,
-        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -274,8 +255,6 @@ class InternodeHandle(TensorSequence):
         owner_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
     """
 
-    _SIZE: ClassVar = 10
-
     is_token_in_rank: Tensor
     rdma_channel_prefix_matrix: Tensor
     gbl_channel_prefix_matrix: Tensor
@@ -305,11 +284,6 @@ class InternodeHandle(TensorSequence):
         return self.rdma_channel_prefix_matrix.shape[1]
 
     @property
-    def num_tokens(self) -> int:
-        """T: rows that the next cached dispatch takes and combine returns."""
-        return self.is_token_in_rank.shape[0]
-
-    @property
     def num_recv_rows(self) -> int:
         """Q: received tokens, num_worst_tokens in worst-case mode."""
         return self.recv_src_meta.shape[0]
@@ -319,20 +293,9 @@ class InternodeHandle(TensorSequence):
         """F."""
         return self.send_nvl_head.shape[0]
 
-    def as_tuple(self) -> tuple[Tensor, ...]:
-        """The ten tensors, in the order of DeepEP's handle."""
-        return (
-            self.is_token_in_rank,
-            self.rdma_channel_prefix_matrix,
-            self.gbl_channel_prefix_matrix,
-            self.recv_rdma_channel_prefix_matrix,
-            self.recv_rdma_rank_prefix_sum,
-            self.recv_gbl_channel_prefix_matrix,
-            self.recv_gbl_rank_prefix_sum,
-            self.recv_src_meta,
-            self.send_rdma_head,
-            self.send_nvl_head,
-        )
+
+for _class in (Handle, InternodeHandle):
+    _class._NAMES = tuple(entry.name for entry in fields(_class) if not entry.kw_only)
 
 
 class LowLatencyHandle:

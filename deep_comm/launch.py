@@ -1,8 +1,9 @@
-"""How the demo and the examples start their ranks."""
+"""How the commands and the examples start their ranks."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import sys
 from collections.abc import Callable
@@ -26,21 +27,36 @@ def add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
     )
 
 
+def is_rank() -> bool:
+    """This process is a rank of torchrun."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def results(
+    fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: float = 300.0
+) -> list[Any]:
+    """``fn(group, *args)`` on every rank, by rank. Under torchrun this is one of them, and its
+    result the only one."""
+    if not is_rank():
+        # Every rank imports torch, which takes seconds.
+        print(f"... starting {num_ranks} ranks", file=sys.stderr, flush=True)
+        return processes.run(fn, num_ranks, *args, timeout_s=timeout_s)
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        # All ranks are on this host; without this gloo asks the resolver for the host's own name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    try:
+        torch.set_num_threads(1)
+        return [fn(dist.group.WORLD, *args)]
+    finally:
+        dist.destroy_process_group()
+
+
 def on_ranks(
     fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: float = 300.0
 ) -> int:
-    """``fn(group, *args)`` on every rank; 0 if all return something true. Under torchrun this is
-    one of them."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        # Every rank imports torch, which takes seconds.
-        print(f"... starting {num_ranks} ranks", file=sys.stderr, flush=True)
-        return 0 if all(processes.run(fn, num_ranks, *args, timeout_s=timeout_s)) else 1
-    dist.init_process_group("gloo")
-    try:
-        torch.set_num_threads(1)
-        return 0 if fn(dist.group.WORLD, *args) else 1
-    finally:
-        dist.destroy_process_group()
+    """Of ``results``: 0 if all are true."""
+    return 0 if all(results(fn, num_ranks, *args, timeout_s=timeout_s)) else 1
 
 
 def device_of(group: Any) -> torch.device:

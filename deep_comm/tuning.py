@@ -192,23 +192,26 @@ def store(path: Path, key: str, date: str, entries: Sequence[Entry]) -> None:
 
 def store_decode_tokens(path: Path, key: str, entry: Entry) -> None:
     """Replace what ``path`` says of one machine's layers of this shape; all else stays."""
-
-    def update(machine: dict[str, Any]) -> None:
-        shape = _layer_shape(entry)
-        others = [other for other in machine.get("layers", []) if _layer_shape(other) != shape]
-        machine["layers"] = [*others, dict(entry)]
-
-    _update(path, key, update)
+    _replace(path, key, "layers", [entry], _layer_shape)
 
 
 def store_products(path: Path, key: str, entries: Sequence[Entry]) -> None:
     """Replace what ``path`` says of one machine's products of these shapes; all else stays."""
-    shapes = {_product_of(entry) for entry in entries}
+    _replace(path, key, "products", entries, _product_of)
+
+
+def _replace(
+    path: Path,
+    key: str,
+    section: str,
+    entries: Sequence[Entry],
+    shape_of: Callable[[Entry], object],
+) -> None:
+    shapes = {shape_of(entry) for entry in entries}
 
     def update(machine: dict[str, Any]) -> None:
-        known = machine.get("products", [])
-        others = [other for other in known if _product_of(other) not in shapes]
-        machine["products"] = [*others, *map(dict, entries)]
+        others = [other for other in machine.get(section, []) if shape_of(other) not in shapes]
+        machine[section] = [*others, *map(dict, entries)]
 
     _update(path, key, update)
 

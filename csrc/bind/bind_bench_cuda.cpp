@@ -1,18 +1,9 @@
 #include <pybind11/stl.h>
 
 #include "bind/bindings.hpp"
-#include "bind/numbers.hpp"
 #include "host/link_bench_cuda.hpp"
 
 namespace deep_comm {
-
-namespace {
-
-void launch_empty(int /*none*/, const std::array<uint64_t, 1>& numbers) {
-  cuda_launch_empty(numbers[0]);
-}
-
-}  // namespace
 
 void bind_bench_cuda(pybind11::module_& m) {
   namespace py = pybind11;
@@ -33,7 +24,7 @@ void bind_bench_cuda(pybind11::module_& m) {
       py::kw_only(), "destinations"_a, "src"_a, "rank"_a, "num_rows_per_peer"_a, "row_bytes"_a,
       "num_blocks"_a, "num_warps"_a, "stream"_a);
   m.def("max_push_warps", &cuda_max_push_warps, "row_bytes"_a);
-  m.attr("launch_empty") = number_function<1, &launch_empty>("launch_empty", 0, pybind11::none());
+  m.def("launch_empty", &cuda_launch_empty, "stream"_a);
   m.def("copy_async", &cuda_copy_async, py::kw_only(), "dst"_a, "src"_a, "num_bytes"_a, "stream"_a);
 }
 

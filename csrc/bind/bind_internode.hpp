@@ -1,7 +1,14 @@
 // The methods of Engine's Python face for groups of several nodes, the same for both targets.
 #pragma once
 
-#include "bind/bind_engine.hpp"
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <vector>
+
+#include "host/engine.hpp"
+#include "host/tensor.hpp"
 
 namespace deep_comm {
 

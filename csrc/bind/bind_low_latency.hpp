@@ -1,9 +1,11 @@
 // The low-latency methods of Engine's Python face, the same for both targets.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <string>
 
-#include "bind/bind_engine.hpp"
+#include "host/engine.hpp"
 
 namespace deep_comm {
 

@@ -10,6 +10,7 @@
 #include "bind/bindings.hpp"
 #include "bind/dlpack.hpp"
 #include "bind/doors.hpp"
+#include "bind/interpreter.hpp"
 #include "host/memory.hpp"
 
 namespace deep_comm {
@@ -57,8 +58,8 @@ void bind_region(py::module_& m) {
       "bytes_capsule",
       [](uintptr_t address, int64_t num_bytes, int device_type, int device_index,
          py::object owner) {
-        return make_dlpack_matrix(address, 1, num_bytes, {1, 8, 1}, {device_type, device_index},
-                                  std::move(owner));
+        return make_dlpack_capsule(address, TensorSpec::of(kUint8, {num_bytes}), {1, 8, 1},
+                                   {device_type, device_index}, owner_of(std::move(owner)));
       },
       py::arg("address"), py::arg("num_bytes"), py::arg("device_type"), py::arg("device_index"),
       py::arg("owner"));

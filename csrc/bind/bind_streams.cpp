@@ -3,7 +3,7 @@
 
 #include "bind/bindings.hpp"
 #include "bind/doors.hpp"
-#include "bind/numbers.hpp"
+#include "bind/function.hpp"
 #include "bind/torch/reader.hpp"
 #include "host/stream_order.hpp"
 
@@ -23,11 +23,13 @@ struct CurrentStream {
   int32_t device;
 };
 
-bool is_current_capturing(const CurrentStream& current, const std::array<uint64_t, 0>& /*none*/) {
+int enter_call(CurrentStream& /*self*/) { return 0; }  // it is no call of a Buffer
+
+py::object is_current_capturing(CurrentStream& current, const Arguments<0>& /*none*/) {
   constexpr int32_t kDlCuda = 2;
   void* stream = nullptr;
   if (current.find(kDlCuda, current.device, &stream) != 0) throw py::error_already_set();
-  return current.target->is_capturing(reinterpret_cast<uint64_t>(stream));
+  return py::bool_(current.target->is_capturing(reinterpret_cast<uint64_t>(stream)));
 }
 
 }  // namespace
@@ -53,9 +55,10 @@ void bind_streams(py::module_& m) {
           [](const Target& self, int device, py::object exchange_api) -> py::object {
             const DlExchangeApi* api = find_exchange_api(exchange_api);
             if (api == nullptr) return py::none();
-            return number_function<0, &is_current_capturing>(
+            return method_function<&is_current_capturing>(
                 "is_capturing",
-                CurrentStream{self, std::move(exchange_api), api->current_stream, device},
+                std::make_shared<CurrentStream>(
+                    CurrentStream{self, std::move(exchange_api), api->current_stream, device}),
                 py::none());
           },
           py::arg("device"), py::arg("exchange_api"))

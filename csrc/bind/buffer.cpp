@@ -8,6 +8,7 @@
 #include "bind/bindings.hpp"
 #include "bind/doors.hpp"
 #include "bind/errors.hpp"
+#include "bind/interpreter.hpp"
 #include "bind/views.hpp"
 #include "host/calls/layout.hpp"
 
@@ -22,15 +23,6 @@ Config config_of(py::handle config) {
   return {field("num_sms"), field("num_max_nvl_chunked_send_tokens"),
           field("num_max_nvl_chunked_recv_tokens"), field("num_max_rdma_chunked_send_tokens"),
           field("num_max_rdma_chunked_recv_tokens")};
-}
-
-// Keeps an object of Python's until whoever holds the pointer has gone, in any thread.
-std::shared_ptr<void> owner_of(py::object kept) {
-  return {kept.release().ptr(), [](void* object) {
-            if (Py_IsInitialized() == 0) return;  // at exit the memory goes with the process
-            const py::gil_scoped_acquire gil;
-            Py_DECREF(static_cast<PyObject*>(object));
-          }};
 }
 
 std::exception_ptr recorded_error(const py::object& raise_recorded) {
@@ -136,7 +128,7 @@ void bind_buffer(py::module_& m) {
                         std::move(require_present)},
             TensorReader(device, exchange_api),
             GroupShape{rank, num_ranks, num_nodes, ranks_per_node, num_max_experts},
-            calls_behind(engine), std::move(order), std::move(memory),
+            *behind<EngineCalls>(engine), std::move(order), std::move(memory),
             RingResources{num_nvl_bytes, num_ring_bytes, num_rdma_bytes, max_sms},
             py::str(device).cast<std::string>());
         made->context.rail_reads.are_late = rail_reads_late;

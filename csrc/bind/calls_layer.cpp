@@ -71,6 +71,23 @@ struct LayerForm {
   std::string type_name;  // as torch prints it
   bool use_fp8;
   int64_t alignment, max_recv_rows;
+
+  // Of a MoEShape.
+  static LayerForm of(const py::object& shape, int64_t alignment, int64_t max_recv_rows) {
+    const auto number = [&](const char* name) { return shape.attr(name).cast<int64_t>(); };
+    const py::object dtype = shape.attr("dtype");
+    return {.hidden = number("hidden"),
+            .num_topk = number("num_topk"),
+            .num_experts = number("num_experts"),
+            .max_tokens = number("max_tokens"),
+            .decode_tokens = number("decode_tokens"),
+            .num_slots = number("num_slots"),
+            .type = TorchTypes::get().of_dtype(dtype.ptr()).value(),
+            .type_name = py::str(dtype).cast<std::string>(),
+            .use_fp8 = shape.attr("fp8").cast<bool>(),
+            .alignment = alignment,
+            .max_recv_rows = max_recv_rows};
+  }
 };
 
 // Names of a batch's values.
@@ -152,10 +169,7 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
   void use_counters(const py::object& given) {
     counters.reset();
     counters_owner = given;
-    if (given.is_none()) return;
-    const auto [address, rank, num_ranks, owner] =
-        given.cast<std::tuple<uintptr_t, int, int, py::object>>();
-    counters.emplace(address, rank, num_ranks);
+    if (!given.is_none()) counters = given.cast<HostCounters>();
   }
 
   // ---- batches
@@ -499,45 +513,30 @@ void bind_layer_calls(py::module_& m) {
       m, "LayerCalls", py::module_local(),
       "What the steps of one layer are made of; see deep_comm/layer/calls.py.");
   calls
-      .def(py::init(
-               [](std::shared_ptr<BoundBuffer> buffer, std::shared_ptr<BoundLowLatency> low_latency,
-                  int64_t hidden, int64_t num_topk, int64_t num_experts, int64_t max_tokens,
-                  int64_t decode_tokens, int64_t num_slots, const py::object& dtype, bool use_fp8,
-                  int64_t alignment, int64_t max_recv_rows, py::object batch_type,
-                  py::dict decode_values, py::dict prefill_values, py::object default_config,
-                  py::object learn, std::array<py::object, 2> nowhere, py::object no_weights) {
-                 const std::optional<ElementType> type = TorchTypes::get().of_dtype(dtype.ptr());
-                 if (!type) throw py::type_error("dtype must be a torch.dtype");
-                 auto made = std::make_shared<LayerCalls>();
-                 made->buffer = std::move(buffer);
-                 made->low_latency = std::move(low_latency);
-                 made->form = {.hidden = hidden,
-                               .num_topk = num_topk,
-                               .num_experts = num_experts,
-                               .max_tokens = max_tokens,
-                               .decode_tokens = decode_tokens,
-                               .num_slots = num_slots,
-                               .type = *type,
-                               .type_name = py::str(dtype).cast<std::string>(),
-                               .use_fp8 = use_fp8,
-                               .alignment = alignment,
-                               .max_recv_rows = max_recv_rows};
-                 made->batch_type = std::move(batch_type);
-                 made->decode_values = std::move(decode_values);
-                 made->prefill_values = std::move(prefill_values);
-                 made->default_config = std::move(default_config);
-                 made->learn = std::move(learn);
-                 made->nowhere_int64 = std::move(nowhere[0]);
-                 made->nowhere_int32 = std::move(nowhere[1]);
-                 made->no_weights = std::move(no_weights);
-                 return made;
-               }),
-           py::kw_only(), "buffer"_a, "low_latency"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
-           "max_tokens"_a, "decode_tokens"_a, "num_slots"_a, "dtype"_a, "use_fp8"_a, "alignment"_a,
-           "max_recv_rows"_a, "batch_type"_a, "decode_values"_a, "prefill_values"_a,
-           "default_config"_a, "learn"_a, "nowhere"_a, "no_weights"_a)
+      .def(py::init([](std::shared_ptr<BoundBuffer> buffer,
+                       std::shared_ptr<BoundLowLatency> low_latency, const py::object& shape,
+                       int64_t alignment, int64_t max_recv_rows, py::object batch_type,
+                       py::dict decode_values, py::dict prefill_values, py::object default_config,
+                       py::object learn, std::array<py::object, 2> nowhere, py::object no_weights) {
+             auto made = std::make_shared<LayerCalls>();
+             made->buffer = std::move(buffer);
+             made->low_latency = std::move(low_latency);
+             made->form = LayerForm::of(shape, alignment, max_recv_rows);
+             made->batch_type = std::move(batch_type);
+             made->decode_values = std::move(decode_values);
+             made->prefill_values = std::move(prefill_values);
+             made->default_config = std::move(default_config);
+             made->learn = std::move(learn);
+             made->nowhere_int64 = std::move(nowhere[0]);
+             made->nowhere_int32 = std::move(nowhere[1]);
+             made->no_weights = std::move(no_weights);
+             return made;
+           }),
+           py::kw_only(), "buffer"_a, "low_latency"_a, "shape"_a, "alignment"_a, "max_recv_rows"_a,
+           "batch_type"_a, "decode_values"_a, "prefill_values"_a, "default_config"_a, "learn"_a,
+           "nowhere"_a, "no_weights"_a)
       .def("use_counters", &LayerCalls::use_counters, "counters"_a,
-           "`counters`: the arguments of HostCounters and what keeps its memory, or None.");
+           "`counters`: HostCounters, or None.");
   def_call<&LayerCalls::decode>(calls, "decode");
   def_call<&LayerCalls::begin_decode>(calls, "begin_decode");
   def_call<&LayerCalls::prefill>(calls, "prefill");

@@ -6,8 +6,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <utility>
+
+#include "host/tensor.hpp"
 
 namespace deep_comm {
 
@@ -62,73 +66,60 @@ struct DlExchangeApi {
   int (*current_stream)(int32_t device_type, int32_t device_index, void** stream);
 };
 
-namespace detail {
-
+// DLPack's description of a tensor over memory, in either form of the format.
 template <class Managed>
-struct ManagedMatrix {
-  Managed managed;
-  int64_t shape[2];
-  int64_t strides[2];
-  PyObject* owner;
+struct ManagedTensor {
+  Managed managed{};
+  std::array<int64_t, kMaxTensorDims> shape, strides;
+  std::shared_ptr<void> owner;
 
-  // Called by whoever drops the last tensor: any thread, with or without the GIL.
+  static std::unique_ptr<ManagedTensor> of(uintptr_t address, const TensorSpec& spec,
+                                           DlDataType type, DlDevice device,
+                                           std::shared_ptr<void> owner) {
+    auto made = std::make_unique<ManagedTensor>();
+    made->shape = spec.shape;
+    made->strides = spec.strides;
+    made->owner = std::move(owner);
+    made->managed.tensor = {.data = reinterpret_cast<void*>(address),
+                            .device = device,
+                            .num_dims = spec.num_dims,
+                            .dtype = type,
+                            .shape = made->shape.data(),
+                            .strides = made->strides.data(),
+                            .byte_offset = 0};
+    made->managed.context = made.get();
+    made->managed.deleter = &destroy;
+    return made;
+  }
+
+ private:
+  // Called by whoever drops the last tensor: any thread, with or without the interpreter's lock.
   static void destroy(Managed* managed) {
-    auto* self = static_cast<ManagedMatrix*>(managed->context);
-    if (Py_IsInitialized() != 0) {  // at exit the memory goes with the process
-      const PyGILState_STATE state = PyGILState_Ensure();
-      PyObject *type, *value, *traceback;
-      PyErr_Fetch(&type, &value, &traceback);  // the owner's end must not eat an error on its way
-      Py_DECREF(self->owner);
-      PyErr_Restore(type, value, traceback);
-      PyGILState_Release(state);
+    if (Py_IsInitialized() == 0) return;  // at exit the memory goes with the process
+    const PyGILState_STATE state = PyGILState_Ensure();
+    {
+      const pybind11::error_scope kept;  // the owner's end must not eat an error on its way
+      delete static_cast<ManagedTensor*>(managed->context);
     }
-    delete self;
+    PyGILState_Release(state);
   }
 };
 
-inline constexpr char kDlpackName[] = "dltensor";
-
-// [num_rows, num_columns], contiguous, at `address`; the owner is not set yet.
-template <class Managed>
-std::unique_ptr<ManagedMatrix<Managed>> make_managed_matrix(uintptr_t address, int64_t num_rows,
-                                                            int64_t num_columns, DlDataType dtype,
-                                                            DlDevice device) {
-  auto matrix = std::make_unique<ManagedMatrix<Managed>>();
-  matrix->shape[0] = num_rows;
-  matrix->shape[1] = num_columns;
-  matrix->strides[0] = num_columns;
-  matrix->strides[1] = 1;
-  matrix->managed.tensor = {.data = reinterpret_cast<void*>(address),
-                            .device = device,
-                            .num_dims = 2,
-                            .dtype = dtype,
-                            .shape = matrix->shape,
-                            .strides = matrix->strides,
-                            .byte_offset = 0};
-  matrix->managed.context = matrix.get();
-  matrix->managed.deleter = &ManagedMatrix<Managed>::destroy;
-  return matrix;
-}
-
-}  // namespace detail
-
-// A capsule of such a matrix; `owner` lives as long as the last tensor over it.
-inline pybind11::object make_dlpack_matrix(uintptr_t address, int64_t num_rows, int64_t num_columns,
-                                           DlDataType dtype, DlDevice device,
-                                           pybind11::object owner) {
-  auto matrix =
-      detail::make_managed_matrix<DlManagedTensor>(address, num_rows, num_columns, dtype, device);
-  PyObject* capsule = PyCapsule_New(&matrix->managed, detail::kDlpackName, [](PyObject* unused) {
+// `owner` lives as long as the last tensor over the memory.
+inline pybind11::object make_dlpack_capsule(uintptr_t address, const TensorSpec& spec,
+                                            DlDataType type, DlDevice device,
+                                            std::shared_ptr<void> owner) {
+  static constexpr char kName[] = "dltensor";
+  auto described =
+      ManagedTensor<DlManagedTensor>::of(address, spec, type, device, std::move(owner));
+  pybind11::capsule capsule(&described->managed, kName, [](PyObject* ended) {
     // A consumer renames the capsule; one that still has its name was never consumed.
-    if (PyCapsule_IsValid(unused, detail::kDlpackName) == 0) return;
-    auto* managed =
-        static_cast<DlManagedTensor*>(PyCapsule_GetPointer(unused, detail::kDlpackName));
+    if (PyCapsule_IsValid(ended, kName) == 0) return;
+    auto* managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(ended, kName));
     managed->deleter(managed);
   });
-  if (capsule == nullptr) throw pybind11::error_already_set();
-  matrix->owner = owner.release().ptr();
-  matrix.release();
-  return pybind11::reinterpret_steal<pybind11::object>(capsule);
+  described.release();
+  return capsule;
 }
 
 }  // namespace deep_comm

@@ -87,11 +87,9 @@ pybind11::object method_function(
                       METH_FASTCALL, nullptr};
   function->self = std::move(self);
   function->raise_recorded = std::move(raise_recorded);
-  auto capsule = py::reinterpret_steal<py::object>(
-      PyCapsule_New(function.get(), Function::kName, [](PyObject* ended) {
-        delete static_cast<Function*>(PyCapsule_GetPointer(ended, Function::kName));
-      }));
-  if (!capsule) throw py::error_already_set();
+  const py::capsule capsule(function.get(), Function::kName, [](PyObject* ended) {
+    delete static_cast<Function*>(PyCapsule_GetPointer(ended, Function::kName));
+  });
   PyMethodDef* method = &function.release()->method;
   auto made = py::reinterpret_steal<py::object>(PyCFunction_New(method, capsule.ptr()));
   if (!made) throw py::error_already_set();

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
 #include "host/tensor.hpp"
 
 namespace deep_comm {
@@ -15,6 +17,14 @@ inline Object to_object(pybind11::object object) { return Object::steal(object.r
 // A null one becomes a null one.
 inline pybind11::object to_python(Object object) {
   return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(object.take()));
+}
+// Keeps an object until whoever holds the pointer has gone, in any thread.
+inline std::shared_ptr<void> owner_of(pybind11::object kept) {
+  return {kept.release().ptr(), [](void* object) {
+            if (Py_IsInitialized() == 0) return;  // at exit the memory goes with the process
+            const pybind11::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(object));
+          }};
 }
 
 }  // namespace deep_comm

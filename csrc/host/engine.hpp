@@ -256,6 +256,18 @@ class Engine final : public EngineCalls {
   void prepare() {
     (target_.template prepare<KernelTypes>(), ...);
   }
+  template <template <Dtype> class... KernelOf>
+  void prepare_each_dtype() {
+    prepare<KernelOf<Dtype::kBfloat16>..., KernelOf<Dtype::kFloat16>...,
+            KernelOf<Dtype::kFloat32>...>();
+  }
+  // Of both forms.
+  template <template <Dtype, bool> class... KernelOf>
+  void prepare_each_dtype() {
+    prepare<KernelOf<Dtype::kBfloat16, false>..., KernelOf<Dtype::kBfloat16, true>...,
+            KernelOf<Dtype::kFloat16, false>..., KernelOf<Dtype::kFloat16, true>...,
+            KernelOf<Dtype::kFloat32, false>..., KernelOf<Dtype::kFloat32, true>...>();
+  }
   template <Collective kOp>
   void prepare_collective();
   // Of this rank alone, for local kernels over rows that came from several nodes.

@@ -98,20 +98,14 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
           DispatchKernel<true, true>>();
   prepare<NumberRowsKernel, ExpandKernel, NumberReceivedKernel, ExpandReceivedKernel,
           TransposeScalesKernel>();
-  for (const Dtype dtype : {Dtype::kBfloat16, Dtype::kFloat16, Dtype::kFloat32}) {
-    detail::with_dtype<detail::OfDtype>(dtype, [&]<class Of>(Of) {
-      prepare<ReduceExpertsKernel<Of::kDtype, false>, ReduceExpertsKernel<Of::kDtype, true>,
-              CombineKernel<Of::kDtype, false>, CombineKernel<Of::kDtype, true>>();
-    });
-  }
+  prepare_each_dtype<ReduceExpertsKernel, CombineKernel>();
+  prepare_each_dtype<AddSlotsKernel>();
   prepare_collective<Collective::kAllGather>();
   prepare_collective<Collective::kReduceScatter>();
   prepare_collective<Collective::kAllReduceOnce>();
   prepare_collective<Collective::kAllReduceTwice>();
   prepare_collective<Collective::kAllReduceNorm>();
   prepare<SignalWordKernel, AwaitWordKernel, BeginMatmulKernel, AwaitPushKernel, EndMatmulKernel>();
-  prepare<AddSlotsKernel<Dtype::kBfloat16>, AddSlotsKernel<Dtype::kFloat16>,
-          AddSlotsKernel<Dtype::kFloat32>>();
 }
 
 template <class Target>
@@ -342,11 +336,9 @@ template <class Target>
 void Engine<Target>::barrier(uint64_t stream) {
   const LaunchConfig config{.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 16};
   if (!is_internode()) return launch<BarrierKernel>(config, {}, stream);
-  if constexpr (Target::kHasRail) {
-    InternodeBarrierArgs args{};
-    args.tiers = tiers_;
-    launch<InternodeBarrierKernel>(config, args, stream);
-  }
+  InternodeBarrierArgs args{};
+  args.tiers = tiers_;
+  launch<InternodeBarrierKernel>(config, args, stream);
 }
 
 template <class Target>

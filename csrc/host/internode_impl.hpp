@@ -61,15 +61,10 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   require(plan_tier_direct(of_rings) <= static_cast<size_t>(target_.smem_bytes_limit()),
           "num_nodes = ", options.num_nodes,
           ", some words for each must fit in a block's shared memory");
-  if constexpr (Target::kHasRail) {
-    prepare<InternodeLayoutKernel, InternodeCountKernel, InternodeNotifyKernel,
-            InternodeBarrierKernel>();
-    prepare<InternodeDispatchKernel<false>, InternodeDispatchKernel<true>>();
-    prepare<InternodeCombineKernel<Dtype::kBfloat16>, InternodeCombineKernel<Dtype::kFloat16>,
-            InternodeCombineKernel<Dtype::kFloat32>>();
-  } else {
-    require(false, "this build has no rail for this target");
-  }
+  prepare<InternodeLayoutKernel, InternodeCountKernel, InternodeNotifyKernel,
+          InternodeBarrierKernel>();
+  prepare<InternodeDispatchKernel<false>, InternodeDispatchKernel<true>>();
+  prepare_each_dtype<InternodeCombineKernel>();
 }
 
 template <class Target>
@@ -107,13 +102,11 @@ void Engine<Target>::internode_layout(InternodeLayoutArgs args, uint64_t stream)
   const size_t smem_bytes =
       sizeof(int32_t) * (tiers_.num_ranks() + tiers_.num_nodes() + args.num_experts + 1);
   check_counters(args.num_experts, smem_bytes);
-  if constexpr (Target::kHasRail) {
-    launch<InternodeLayoutKernel>(
-        {.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),
-         .num_threads = tuning.layout_threads,
-         .smem_bytes = smem_bytes},
-        args, stream);
-  }
+  launch<InternodeLayoutKernel>(
+      {.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),
+       .num_threads = tuning.layout_threads,
+       .smem_bytes = smem_bytes},
+      args, stream);
 }
 
 template <class Target>
@@ -158,12 +151,9 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
   count.send_node_head = send_node_head;
   count.send_slots = send_slots;
   launch_count(count, stream);
-  if constexpr (Target::kHasRail) {
-    launch<InternodeNotifyKernel>({.num_blocks = 1,
-                                   .num_threads = Target::kTuning.internode_notify_threads,
-                                   .smem_bytes = 16},
-                                  args, stream);
-  }
+  launch<InternodeNotifyKernel>(
+      {.num_blocks = 1, .num_threads = Target::kTuning.internode_notify_threads, .smem_bytes = 16},
+      args, stream);
 }
 
 template <class Target>
@@ -181,14 +171,12 @@ void Engine<Target>::internode_send_slots(const uint8_t* is_token_in_rank, int n
 template <class Target>
 void Engine<Target>::launch_count(InternodeCountArgs args, uint64_t stream) {
   args.tiers = tiers_;
-  if constexpr (Target::kHasRail) {
-    const Tuning& tuning = Target::kTuning;
-    launch<InternodeCountKernel>(
-        {.num_blocks = min_of(tiers_.num_ranks() + tiers_.num_nodes(), tuning.num_count_blocks),
-         .num_threads = tuning.internode_notify_threads,
-         .smem_bytes = sizeof(int32_t) * args.num_channels},
-        args, stream);
-  }
+  const Tuning& tuning = Target::kTuning;
+  launch<InternodeCountKernel>(
+      {.num_blocks = min_of(tiers_.num_ranks() + tiers_.num_nodes(), tuning.num_count_blocks),
+       .num_threads = tuning.internode_notify_threads,
+       .smem_bytes = sizeof(int32_t) * args.num_channels},
+      args, stream);
 }
 
 template <class Target>
@@ -301,18 +289,16 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
     }
   }
   const size_t smem_bytes = plan_tier_direct(args);
-  if constexpr (Target::kHasRail) {
-    const int num_warps =
-        max_of(args.num_sender_warps + world_.num_ranks,
-               args.num_send_warps + args.num_forward_warps + args.num_meta_warps + 1);
-    const LaunchConfig launch_config{.num_blocks = 2 * config.num_channels,
-                                     .num_threads = kWarpSize * num_warps,
-                                     .smem_bytes = smem_bytes};
-    if (args.source != nullptr) {
-      launch<InternodeDispatchKernel<true>>(launch_config, args, stream);
-    } else {
-      launch<InternodeDispatchKernel<false>>(launch_config, args, stream);
-    }
+  const int num_warps =
+      max_of(args.num_sender_warps + world_.num_ranks,
+             args.num_send_warps + args.num_forward_warps + args.num_meta_warps + 1);
+  const LaunchConfig launch_config{.num_blocks = 2 * config.num_channels,
+                                   .num_threads = kWarpSize * num_warps,
+                                   .smem_bytes = smem_bytes};
+  if (args.source != nullptr) {
+    launch<InternodeDispatchKernel<true>>(launch_config, args, stream);
+  } else {
+    launch<InternodeDispatchKernel<false>>(launch_config, args, stream);
   }
 }
 
@@ -384,15 +370,13 @@ void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
                         rail.num_slots,
                         by_selections};
   args.signature = Operation::signature(Kernel::kInternodeCombine, agreed, 9);
-  if constexpr (Target::kHasRail) {
-    const LaunchConfig launch_config = shape_combine(args, config);
-    detail::require(launch_config.smem_bytes <= static_cast<size_t>(target_.smem_bytes_limit()),
-                    "num_nodes = ", tiers_.num_nodes(),
-                    ", a word for each must fit in a block's shared memory");
-    detail::with_dtype<InternodeCombineKernel>(dtype, [&]<class KernelType>(KernelType) {
-      launch<KernelType>(launch_config, args, stream);
-    });
-  }
+  const LaunchConfig launch_config = shape_combine(args, config);
+  detail::require(launch_config.smem_bytes <= static_cast<size_t>(target_.smem_bytes_limit()),
+                  "num_nodes = ", tiers_.num_nodes(),
+                  ", a word for each must fit in a block's shared memory");
+  detail::with_dtype<InternodeCombineKernel>(dtype, [&]<class KernelType>(KernelType) {
+    launch<KernelType>(launch_config, args, stream);
+  });
 }
 
 }  // namespace deep_comm

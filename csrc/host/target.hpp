@@ -2,7 +2,7 @@
 // CudaTarget.
 //
 //   static constexpr bool kIsSynchronous       a launch returns when the kernel has finished
-//   static constexpr bool kHasRail             arch::rail_put reaches other nodes
+//   static constexpr bool kHasCopyEngines      copy() moves bytes beside the kernels
 //   static constexpr Tuning kTuning
 //   template <class Kernel> void prepare()     makes the first launch as quick as the later ones
 //   template <class Kernel> void launch(const LaunchConfig&, const typename Kernel::Args&,

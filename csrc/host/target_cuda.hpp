@@ -15,7 +15,6 @@ namespace deep_comm {
 class CudaTarget {
  public:
   static constexpr bool kIsSynchronous = false;
-  static constexpr bool kHasRail = true;
   static constexpr bool kHasCopyEngines = true;
   static constexpr Tuning kTuning = {.layout_threads = 256,
                                      .layout_tokens_per_block = 256,

@@ -18,7 +18,6 @@ namespace deep_comm {
 class HostTarget {
  public:
   static constexpr bool kIsSynchronous = true;
-  static constexpr bool kHasRail = true;
   static constexpr bool kHasCopyEngines = false;
   static constexpr Tuning kTuning = {
       .layout_threads = 64,  // two warps, and blocks of few tokens: all that they share is tested

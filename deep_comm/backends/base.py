@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from deep_comm.backends.foreign import bytes_at
 from deep_comm.events import EventHandle
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import Topology
@@ -23,25 +25,31 @@ EXCHANGE_API: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """DLPack's, for native code; None: this torch has none, and its attributes serve."""
 
 
-class Heap(Protocol):
+class Heap(abc.ABC):
     """One allocation per rank, equally large everywhere, and every peer's address of it."""
 
+    device: torch.device
     base: int
     num_bytes: int
     peer_bases: Sequence[int]
 
+    @abc.abstractmethod
     def memory(self) -> object:
         """What keeps this rank's part."""
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
         """uint8 tensor over this rank's part, which lives as long as the tensor."""
+        return bytes_at(self.base + offset, num_bytes, self.device, self.memory())
 
+    @abc.abstractmethod
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         """What Engine.enable_internode is told of the rail's peers, given as ranks."""
 
+    @abc.abstractmethod
     def rail_reads_late(self, peers: Sequence[int]) -> bool:
         """Whether the rail may still read what a kernel has put when that kernel has ended."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Let go of the peers' parts and of this rank's own. Never waits for a peer. Idempotent."""
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deep_comm import _core
 from deep_comm.backends import in_process
 from deep_comm.backends.base import EXCHANGE_API, Heap, TensorsEventMaker
-from deep_comm.backends.foreign import bytes_at
 from deep_comm.errors import UnsupportedError
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import Topology
@@ -22,18 +19,10 @@ from deep_comm.settings import env
 _HOST = torch.device("cpu")
 
 
-class _HostHeap(abc.ABC):
-    """What both kinds of heap have in common: tensors over this rank's part."""
+class _HostHeap(Heap):
+    """What both kinds of heap have in common."""
 
-    base: int
-    peer_bases: Sequence[int]
-
-    @abc.abstractmethod
-    def memory(self) -> object:
-        """What keeps this rank's part in place."""
-
-    def view(self, offset: int, num_bytes: int) -> Tensor:
-        return bytes_at(self.base + offset, num_bytes, _HOST, self.memory())
+    device = _HOST
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         return {

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from deep_comm import _core, _cuda
 from deep_comm.backends import in_process
 from deep_comm.backends.architectures import runs_on
 from deep_comm.backends.base import EXCHANGE_API, Heap, TensorsEventMaker
 from deep_comm.backends.cuda_streams import current_raw_stream, make_framework, streams_of
-from deep_comm.backends.foreign import bytes_at
 from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.events import TensorsEvent
 from deep_comm.ranks.rail import NVSHMEM
@@ -28,7 +26,7 @@ from deep_comm.settings import env
 _Engine = cast("type[_core.Engine]", _cuda.Engine)
 
 
-class _CudaHeap:
+class _CudaHeap(Heap):
     """cudaMalloc memory that peers reach over NVLink.
 
     Peers in other processes open it by its IPC handle; peers that are threads of this process use
@@ -36,6 +34,7 @@ class _CudaHeap:
     """
 
     def __init__(self, rendezvous: Rendezvous, device: int, num_bytes: int) -> None:
+        self.device = torch.device("cuda", device)
         self._device = device
         self._rank = rendezvous.rank
         self._opened: list[int] = []
@@ -89,14 +88,6 @@ class _CudaHeap:
 
     def memory(self) -> object:
         return self._blocks[self._rank]
-
-    def view(self, offset: int, num_bytes: int) -> Tensor:
-        return bytes_at(
-            self.base + offset,
-            num_bytes,
-            torch.device("cuda", self._device),
-            self._blocks[self._rank],
-        )
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         return {

@@ -16,4 +16,4 @@ def bytes_at(address: int, num_bytes: int, device: torch.device, owner: object) 
     capsule = _core.bytes_capsule(
         address, num_bytes, _DEVICE_TYPES[device.type], device.index or 0, owner
     )
-    return from_dlpack(capsule).view(num_bytes)
+    return from_dlpack(capsule)

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deep_comm.backends import in_process
-from deep_comm.backends.foreign import bytes_at
+from deep_comm.backends.base import Heap
 from deep_comm.errors import AllocationError, TopologyError, UnsupportedError
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import Topology, host_identity
@@ -218,7 +217,7 @@ def join(
         return _job
 
 
-class NvshmemHeap:
+class NvshmemHeap(Heap):
     """A segment in the symmetric heap: peers of this node over NVLink, others over the rail."""
 
     def __init__(
@@ -230,7 +229,7 @@ class NvshmemHeap:
         num_qps: int,
     ) -> None:
         hosts = rendezvous.all_gather_object(host_identity())
-        self._device = torch.device("cuda", device)
+        self.device = torch.device("cuda", device)
         self._rank = rendezvous.rank
         self._topology = topology
         self._job = join(rendezvous, device, num_qps, num_bytes, hosts)
@@ -280,9 +279,6 @@ class NvshmemHeap:
 
     def memory(self) -> object:
         return self._block
-
-    def view(self, offset: int, num_bytes: int) -> Tensor:
-        return bytes_at(self.base + offset, num_bytes, self._device, self._block)
 
     def close(self) -> None:
         self._block = None  # put aside when the last view has gone

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from deep_comm.bench import plot
@@ -30,35 +30,23 @@ def publish(options: Options, figures: Any, num_ranks: int) -> str:
     return said
 
 
-def _start(options: Options) -> str:
+def _run(options: Options) -> str | None:
+    """What the last line says; None on ranks of torchrun that do not report."""
     import torch
 
-    from deep_comm import processes
+    from deep_comm import launch
     from deep_comm.bench.rank import run_rank
+    from deep_comm.processes import FAILURE_GRACE_S
 
-    num_ranks = options.ranks or (torch.cuda.device_count() if options.on_gpu else 4)
-    check_ranks(options, num_ranks)
-    timeout_s = options.deadline_s + processes.FAILURE_GRACE_S
-    figures = processes.run(run_rank, num_ranks, options, timeout_s=timeout_s)[0]
-    return publish(options, figures, num_ranks)
-
-
-def _join(options: Options) -> str | None:
-    """As one rank of torchrun; None unless it is the one that reports."""
-    import torch.distributed as dist
-
-    from deep_comm.bench.measure import GROUP_TIMEOUT
-    from deep_comm.bench.rank import run_rank
-
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        # All ranks are on this host; without this gloo asks the resolver for the host's own name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
-    try:
-        figures = run_rank(dist.group.WORLD, options)
-        return publish(options, figures, dist.get_world_size()) if dist.get_rank() == 0 else None
-    finally:
-        dist.destroy_process_group()
+    if launch.is_rank():
+        num_ranks = int(os.environ["WORLD_SIZE"])
+    else:
+        num_ranks = options.ranks or (torch.cuda.device_count() if options.on_gpu else 4)
+        check_ranks(options, num_ranks)
+    timeout_s = options.deadline_s + FAILURE_GRACE_S
+    figures = launch.results(run_rank, num_ranks, options, timeout_s=timeout_s)[0]
+    reports = not launch.is_rank() or os.environ["RANK"] == "0"
+    return publish(options, figures, num_ranks) if reports else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,11 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot.draw(picture, options.plot)
         print(f"# deep_comm bench OK: drawn into {options.plot}")
         return 0
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
-    run: Callable[[Options], str | None] = _join if is_rank else _start
     started = time.monotonic()
     try:
-        said = run(options)
+        said = _run(options)
     except Exception as error:
         if os.environ.get("RANK", "0") == "0":
             reason = str(error).splitlines() or [""]

@@ -20,7 +20,6 @@ none is begun when --budget-s is spent, and sizes that were left out are named.
 from __future__ import annotations
 
 import faulthandler
-import json
 import math
 import statistics
 import time
@@ -34,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_comm import DeepCommError, ExpertBatch, ExpertParallel, tuning
-from deep_comm.bench import plot
 from deep_comm.bench.measure import (
     Graph,
     Timing,
@@ -46,7 +44,7 @@ from deep_comm.bench.measure import (
 from deep_comm.bench.names import Effort
 from deep_comm.bench.options import THRESHOLDS, Options
 from deep_comm.bench.payload import same_bits
-from deep_comm.bench.report import heading, machine
+from deep_comm.bench.report import heading, write
 from deep_comm.context.shape import DEFAULT_DECODE_TOKENS
 from deep_comm.reference import layer as reference_layer
 from deep_comm.settings.command_line import Progress
@@ -452,7 +450,8 @@ class Runner:
                 say(row(judged[-1]))
                 if self._rank == 0:  # what there is, should a later size end everything
                     figures = Figures(judged, [], threshold, measured)
-                    write(options, figures, self._num_ranks, is_complete=False)
+                    document = document_of(options, figures, self._num_ranks, is_complete=False)
+                    write(options, document, with_plot=False)
         done = {line.tokens for line in judged}
         left_out = [tokens for tokens in options.tokens if tokens not in done]
         return Figures(judged, left_out, threshold, measured)
@@ -475,24 +474,21 @@ class Runner:
         return max(1, found)
 
 
-def write(
+def document_of(
     options: Options, figures: Figures, num_ranks: int, *, is_complete: bool
 ) -> dict[str, Any]:
-    """The JSON document; into the file as well, if one was asked for."""
-    document = {
+    return {
         **heading(options, num_ranks),
         "hidden": options.hidden, "experts": options.experts, "topk": options.topk,
         "decode_tokens": figures.decode_tokens, "measured_decode_tokens": figures.measured,
         "is_complete": is_complete, "left_out": figures.left_out,
         "lines": [line.to_json() for line in figures.lines],
     }  # fmt: skip
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
-    return document
 
 
 def publish(options: Options, figures: Figures, num_ranks: int) -> str:
     """The end of the report; returns its gist."""
+    document = document_of(options, figures, num_ranks, is_complete=not figures.left_out)
     print("\n" + verdict(figures.lines, figures.left_out, figures.decode_tokens))
     if figures.measured is not None and figures.measured != figures.decode_tokens:
         print(f"measured: --decode-tokens {figures.measured}")
@@ -500,15 +496,13 @@ def publish(options: Options, figures: Figures, num_ranks: int) -> str:
         print("nothing stored: not measured to the end")
     elif options.store:
         path = tuning.tune_file()
-        name = machine(options.device).get("gpu", "host target")
         entry = {
             "hidden": options.hidden, "num_experts": options.experts, "num_topk": options.topk,
-            "decode_tokens": figures.measured, "date": heading(options, num_ranks)["date"],
+            "decode_tokens": figures.measured, "date": document["date"],
         }  # fmt: skip
-        tuning.store_decode_tokens(path, f"{name} x {num_ranks}", entry)
+        key = tuning.machine_key(torch.device(options.device), num_ranks)
+        tuning.store_decode_tokens(path, key, entry)
         print(f"decode_tokens {figures.measured} stored in {path}")
-    document = write(options, figures, num_ranks, is_complete=not figures.left_out)
-    if options.plot is not None:
-        plot.draw(plot.picture_of(document), options.plot)
+    write(options, document)
     num_missed = sum(pair.verdict == "MISSED" for line in figures.lines for _, pair in line.pairs)
     return f"{len(figures.lines)} sizes, 0 wrong, auto {num_missed} times behind its rival"

@@ -166,6 +166,14 @@ def heading(options: Options, num_ranks: int) -> dict[str, Any]:
             "commit": commit(Path(deep_comm.__file__).parent), "num_ranks": num_ranks}  # fmt: skip
 
 
+def write(options: Options, document: dict[str, Any], *, with_plot: bool = True) -> None:
+    """Into the files that were asked for."""
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    if options.plot is not None and with_plot:
+        plot.draw(plot.picture_of(document), options.plot)
+
+
 def publish(options: Options, report: Report, num_ranks: int) -> str:
     """Everything after the tables, which rank 0 has printed while they grew; and its gist."""
     rss = ", ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in report.peak_rss_bytes)
@@ -200,10 +208,7 @@ def publish(options: Options, report: Report, num_ranks: int) -> str:
         "rail": options.rail if is_low_latency else report.rail,
         "simulation": simulated,
     }
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
-    if options.plot is not None:
-        plot.draw(plot.picture_of(document), options.plot)
+    write(options, document)
     rates = [found["wire_gb_per_s"] for it in report.lines
              if not it.is_rival and "wire_gb_per_s" in (found := it.to_json())]  # fmt: skip
     mean = sum(rates) / max(1, len(rates))

@@ -12,7 +12,6 @@ whichever is longer. "rival": the fastest rival's time over this one.
 from __future__ import annotations
 
 import functools
-import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_comm import tp, tuning
-from deep_comm.bench import link, plot
+from deep_comm.bench import link
 from deep_comm.bench.measure import Timing, Work, nccl_group, require_on_all_ranks, time_in_turns
 from deep_comm.bench.names import PRODUCTS, TP_COLLECTIVES
 from deep_comm.bench.options import Options
-from deep_comm.bench.report import heading, machine
+from deep_comm.bench.report import heading, write
 from deep_comm.settings.command_line import Progress
 from deep_comm.symmetric import SymmetricMemory
 from deep_comm.tp.operands import METHODS
@@ -358,12 +357,9 @@ def publish(options: Options, figures: Figures, num_ranks: int) -> str:
         "tensor_parallel": [line.to_json() for line in figures.lines],
     }
     if options.store:
-        path, name = tuning.tune_file(), machine(options.device).get("gpu", "host target")
-        stored = choices(figures.lines, num_ranks)
-        tuning.store_products(path, f"{name} x {num_ranks}", stored)
+        path, stored = tuning.tune_file(), choices(figures.lines, num_ranks)
+        key = tuning.machine_key(torch.device(options.device), num_ranks)
+        tuning.store_products(path, key, stored)
         print(f"{len(stored)} choices stored in {path}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
-    if options.plot is not None:
-        plot.draw(plot.picture_of(document), options.plot)
+    write(options, document)
     return f"{len(figures.lines)} lines, 0 wrong"

@@ -7,8 +7,9 @@ make meaningless are ignored, as there.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from deep_comm.compat.runtime import Runtime
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap
-from deep_comm.results import CombineResult, DispatchLayout, LowLatencyCombineResult
 from deep_comm.tuning import DEFAULT_NUM_SMS
 
 topk_idx_t: torch.dtype = torch.int64
@@ -49,10 +49,6 @@ class HandleTuple(tuple[Any, ...]):
         return handle
 
 
-_INTERNODE_DISPATCH = inspect.signature(deep_comm.Buffer.internode_dispatch)
-_INTERNODE_COMBINE = inspect.signature(deep_comm.Buffer.internode_combine)
-_NUM_WORST_TOKENS = list(_INTERNODE_DISPATCH.parameters).index("num_worst_tokens") - 1  # no self
-
 # Keyword-only arguments of deep_comm.Buffer.
 _OWN_OPTIONS = tuple(
     name
@@ -60,29 +56,65 @@ _OWN_OPTIONS = tuple(
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
 
-DispatchResult = tuple[
-    Tensor | tuple[Tensor, Tensor],
-    Tensor | None,
-    Tensor | None,
-    list[int] | None,
-    HandleTuple | None,
-    EventOverlap,
-]
-
-
-def _with_native_arguments(
-    signature: inspect.Signature, buffer: Any, arguments: Sequence[Any], options: dict[str, Any]
-) -> inspect.BoundArguments:
-    """handle and previous_event as deep_comm.Buffer takes them."""
-    bound = signature.bind(buffer, *arguments, **options)
-    for name, convert in (("handle", _native), ("previous_event", _event)):
-        if name in bound.arguments:
-            bound.arguments[name] = convert(bound.arguments[name])
-    return bound
-
 
 def _native(handle: Any) -> Any:
     return handle.native if type(handle) is HandleTuple else handle
+
+
+def _event(previous_event: Any) -> Any:
+    """Anything with an ``event`` will do, as there; without one there is nothing to wait for."""
+    if previous_event is None or isinstance(previous_event, (EventHandle, EventOverlap)):
+        return previous_event
+    return getattr(previous_event, "event", previous_event)
+
+
+def _adapted(
+    method: Callable[..., Any], extensions: Mapping[str, extended.Extension]
+) -> Callable[..., Any]:
+    """A method of deep_comm.Buffer with DeepEP's arguments: those that it takes by position.
+
+    ``extensions``: keywords of forks that it takes as well.
+    """
+    known = [
+        parameter
+        for parameter in inspect.signature(method).parameters.values()
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+    places = {parameter.name: place for place, parameter in enumerate(known)}
+    converted = [
+        (places[name] - 1, name, convert)  # without self
+        for name, convert in (("handle", _native), ("previous_event", _event))
+        if name in places
+    ]
+
+    @functools.wraps(method)
+    def call(self: Buffer, *arguments: Any, **options: Any) -> Any:
+        others = {name: value for name, value in options.items() if name not in places}
+        if others:
+            extended.check(f"Buffer.{method.__name__}", extensions, others)
+            options = {name: value for name, value in options.items() if name in places}
+        given = [*arguments]
+        for place, name, convert in converted:
+            if place < len(given):
+                given[place] = convert(given[place])
+            elif name in options:
+                options[name] = convert(options[name])
+        return method(self, *given, **options)
+
+    own = inspect.Parameter("extensions", inspect.Parameter.VAR_KEYWORD)
+    call.__signature__ = inspect.Signature([*known, own])  # type: ignore[attr-defined]
+    return call
+
+
+def _with_tuple(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """A dispatch whose handle comes back as a tuple."""
+
+    @functools.wraps(dispatch)
+    def call(self: Buffer, *arguments: Any, **options: Any) -> Any:
+        *received, native, event = dispatch(self, *arguments, **options)
+        return (*received, HandleTuple.of(native), event)
+
+    return call
 
 
 NOT_OFFERED = {
@@ -90,6 +122,11 @@ NOT_OFFERED = {
     "low_latency_combine_low_precision": "low_latency_combine with use_logfmt sends fewer bits",
 }
 """Methods of TensorRT-LLM's copy, and what does something alike here."""
+
+
+_NUM_WORST_TOKENS = list(inspect.signature(deep_comm.Buffer.dispatch).parameters).index(
+    "num_worst_tokens"
+)
 
 
 class Buffer(deep_comm.Buffer):
@@ -189,102 +226,21 @@ class Buffer(deep_comm.Buffer):
 
     # ---- normal mode ---------------------------------------------------------------------------
 
-    def dispatch(  # type: ignore[override]
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        handle: Sequence[Tensor] | None = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-        **extensions: Any,
-    ) -> DispatchResult:
-        if extensions:
-            extended.check("Buffer.dispatch", extended.DISPATCH, extensions)
-        *received, native, event = super().dispatch(
-            x,
-            _native(handle),
-            num_tokens_per_rank,
-            num_tokens_per_rdma_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-            _event(previous_event),
-            async_finish,
-            allocate_on_comm_stream,
-        )
-        return (*received, HandleTuple.of(native), event)  # type: ignore[return-value]
+    dispatch = _with_tuple(_adapted(deep_comm.Buffer.dispatch, extended.DISPATCH))
+    combine = _adapted(deep_comm.Buffer.combine, {})
+    get_dispatch_layout = _adapted(deep_comm.Buffer.get_dispatch_layout, {})
+    internode_combine = _adapted(deep_comm.Buffer.internode_combine, {})
+    _internode_dispatch = _with_tuple(_adapted(deep_comm.Buffer.internode_dispatch, {}))
 
-    def combine(
-        self,
-        x: Tensor,
-        handle: Sequence[Tensor],
-        topk_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-        **extensions: Any,
-    ) -> CombineResult:
-        if extensions:
-            extended.check("Buffer.combine", {}, extensions)
-        return super().combine(
-            x,
-            _native(handle),
-            topk_weights,
-            bias,
-            config,
-            _event(previous_event),
-            async_finish,
-            allocate_on_comm_stream,
-        )
-
-    def get_dispatch_layout(
-        self,
-        topk_idx: Tensor,
-        num_experts: int,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> DispatchLayout:
-        return super().get_dispatch_layout(
-            topk_idx, num_experts, _event(previous_event), async_finish, allocate_on_comm_stream
-        )
-
-    # ---- normal mode over several nodes --------------------------------------------------------
-
-    def internode_dispatch(  # type: ignore[override]
-        self, *arguments: Any, **options: Any
-    ) -> DispatchResult:
+    @functools.wraps(_internode_dispatch)
+    def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
         """What dispatch does over several nodes. By position the arguments are 1.2.1's; later
         releases have no ``num_worst_tokens``, so that a Config in its place has everything move up
         by one."""
-        if len(arguments) > _NUM_WORST_TOKENS and isinstance(arguments[_NUM_WORST_TOKENS], Config):
-            arguments = (*arguments[:_NUM_WORST_TOKENS], 0, *arguments[_NUM_WORST_TOKENS:])
-        bound = _with_native_arguments(_INTERNODE_DISPATCH, self, arguments, options)
-        *received, native, event = super().internode_dispatch(*bound.args[1:], **bound.kwargs)
-        return (*received, HandleTuple.of(native), event)  # type: ignore[return-value]
-
-    def internode_combine(self, *arguments: Any, **options: Any) -> CombineResult:
-        """What combine does over several nodes."""
-        bound = _with_native_arguments(_INTERNODE_COMBINE, self, arguments, options)
-        return super().internode_combine(*bound.args[1:], **bound.kwargs)
-
-    internode_dispatch.__signature__ = _INTERNODE_DISPATCH  # type: ignore[attr-defined]
-    internode_combine.__signature__ = _INTERNODE_COMBINE  # type: ignore[attr-defined]
+        before, rest = arguments[: _NUM_WORST_TOKENS - 1], arguments[_NUM_WORST_TOKENS - 1 :]
+        if rest and isinstance(rest[0], Config):
+            arguments = (*before, 0, *rest)
+        return self._internode_dispatch(*arguments, **options)
 
     # ---- low-latency mode ----------------------------------------------------------------------
 
@@ -341,37 +297,12 @@ class Buffer(deep_comm.Buffer):
             recv_x = experts_last(*recv_x)
         return recv_x, recv_count, HandleTuple.of(native), event, hook
 
-    def low_latency_combine(  # type: ignore[override]
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: tuple[Any, ...],
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: Tensor | None = None,
-        combine_wait_recv_cost_stats: Tensor | None = None,
-        **extensions: Any,
-    ) -> LowLatencyCombineResult:
-        if extensions:
-            extended.check("Buffer.low_latency_combine", extended.LOW_LATENCY_COMBINE, extensions)
-        return super().low_latency_combine(
-            x,
-            topk_idx,
-            topk_weights,
-            _native(handle),
-            use_logfmt,
-            zero_copy,
-            async_finish,
-            return_recv_hook,
-            out,
-            combine_wait_recv_cost_stats,
-        )
-
-    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:  # type: ignore[override]
-        return super().get_next_low_latency_combine_buffer(_native(handle))
+    low_latency_combine = _adapted(
+        deep_comm.Buffer.low_latency_combine, extended.LOW_LATENCY_COMBINE
+    )
+    get_next_low_latency_combine_buffer = _adapted(
+        deep_comm.Buffer.get_next_low_latency_combine_buffer, {}
+    )
 
     def __getattr__(self, name: str) -> Any:
         """Called for what is missing; methods that a fork has are named."""
@@ -384,10 +315,3 @@ class Buffer(deep_comm.Buffer):
         raise AttributeError(
             f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self
         )
-
-
-def _event(previous_event: Any) -> Any:
-    """Anything with an ``event`` will do, as there; without one there is nothing to wait for."""
-    if previous_event is None or isinstance(previous_event, (EventHandle, EventOverlap)):
-        return previous_event
-    return getattr(previous_event, "event", previous_event)

@@ -6,8 +6,8 @@ with the batch in two halves, one of which computes while the other one's tokens
 the results bit by bit.
 
 ``--trace FOLDER`` says how much of the communication had computation beside it. It writes a Chrome
-trace of rank 0 for each way, a picture by stream of all ways (overlap.png, with matplotlib) and an
-SVG for each. The host target has no streams: one thread does everything, and nothing is hidden.
+trace of rank 0 for each way and, with matplotlib, a picture by stream of all ways, overlap.png, and
+an SVG for each. The host target has no streams: one thread does everything, and nothing is hidden.
 
 Kernels run beside each other where each finds SMs. A library's matrix product takes all SMs as long
 as it runs, so a dispatch after it waits for its end. With ``--leave-sms`` the products that run
@@ -254,7 +254,6 @@ def _trace(
     file = folder / f"{way}.json"
     profiler.export_chrome_trace(str(file))
     spans = picture.device_spans(file) if on_gpu else picture.host_spans(file)
-    (folder / f"{way}.svg").write_text(picture.draw(spans, f"{way}, rank 0"))
     print(f"{way}: {picture.summary(spans)}; {file}", flush=True)
     return spans
 
@@ -310,7 +309,9 @@ def rank_main(
                     _synchronize(device)
             if rank == 0:
                 file = Path(folder) / "overlap.png"
-                is_written = picture.write_png(file, traces, device.type == "cpu")
+                is_written = picture.write(file, traces, device.type == "cpu")
+                for way, spans in traces.items():
+                    picture.write(Path(folder) / f"{way}.svg", {way: spans}, device.type == "cpu")
                 print(file if is_written else picture.MISSING, flush=True)
     model.parallel.destroy()
     wanted = results["sequential"]

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from deep_comm import _core
-from deep_comm._core import Decoded, Prefilled
+from deep_comm._core import Decoded, HostCounters, Prefilled
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.ranks.topology import first_expert, num_local_experts
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
     from deep_comm.context.shape import MoEShape
-    from deep_comm.layer.host_counters import HostCounters
     from deep_comm.layer.mode import ModeRule
 
 Receive = Callable[[], ExpertBatch]
@@ -46,6 +45,8 @@ class LayerCalls:
         finish(rows, state): of a decode step that asked: the sums, and whether all ranks had as
             many tokens as decode takes, which the rule has learned then; None: it has not, because
             the counters do not tell.
+        use_counters(counters): by which the ranks of this host tell one another how many tokens
+            they have; None: they have none.
     """
 
     def __init__(
@@ -67,17 +68,10 @@ class LayerCalls:
         asking = (shape.decode_tokens + 1, shape.num_topk)
 
         buffer._context.native_calls.agree_on_tokens(shape.max_tokens)
-        calls = self._calls = _core.LayerCalls(
+        calls = _core.LayerCalls(
             buffer=buffer._context.native_calls,
             low_latency=buffer._low_latency if can_decode else None,
-            hidden=shape.hidden,
-            num_topk=shape.num_topk,
-            num_experts=shape.num_experts,
-            max_tokens=shape.max_tokens,
-            decode_tokens=shape.decode_tokens,
-            num_slots=shape.num_slots,
-            dtype=shape.dtype,
-            use_fp8=shape.fp8,
+            shape=shape,
             alignment=alignment,
             max_recv_rows=max_recv_rows,
             batch_type=ExpertBatch,
@@ -108,7 +102,4 @@ class LayerCalls:
             [Any, Decoded | Prefilled], tuple[Tensor, Callable[[], None]]
         ] = calls.begin_combine
         self.finish: Callable[[Any, Decoded], tuple[Tensor, bool | None]] = calls.finish
-
-    def use_counters(self, counters: HostCounters | None) -> None:
-        """By what the ranks of this host tell one another how many tokens they have."""
-        self._calls.use_counters(None if counters is None else counters.arguments)
+        self.use_counters: Callable[[HostCounters | None], None] = calls.use_counters

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deep_comm import _core
+from deep_comm._core import HostCounters
 from deep_comm.handle import LowLatencyHandle
 
 if TYPE_CHECKING:
@@ -27,48 +28,28 @@ if TYPE_CHECKING:
     from deep_comm.ranks.rendezvous import Rendezvous
 
 
-class HostCounters:
-    """One rank's view of the counters.
-
-    Attributes:
-        publish(num_tokens): publishes the tokens of the next exchange and returns its number. Call
-            it when the launch is certain, because peers may act on it at once.
-        max(exchange): the largest number of tokens of any rank; None if some rank has not published
-            its number within 200 us, in which the GIL is free.
-        exchange(), set_exchange(number): this rank's last published exchange.
-        arguments: address, rank, number of ranks and owner of the memory, for native calls.
-    """
-
-    __slots__ = ("arguments", "exchange", "max", "publish", "set_exchange")
-
-    def __init__(self, segment: _core.Segment, rank: int, num_ranks: int) -> None:
-        self.arguments = segment.address, rank, num_ranks, segment
-        functions = _core.host_counters(*self.arguments)
-        self.publish, self.max, self.exchange, self.set_exchange = functions
-
-    @classmethod
-    def create(cls, rendezvous: Rendezvous) -> HostCounters | None:
-        """None, on all ranks, where they do not share memory. Collective."""
-        rank, num_ranks = rendezvous.rank, rendezvous.size
-        num_bytes = _core.host_counters_bytes(num_ranks)
-        segment: _core.Segment | None = None
-        try:
-            if rank == 0:
-                segment = _core.Segment.create(num_bytes)
-        except (OSError, RuntimeError):
-            pass
-        name = rendezvous.all_gather_object(None if segment is None else segment.name)[0]
-        try:
-            if rank != 0 and name is not None:
-                segment = _core.Segment.attach(name, num_bytes)
-        except (OSError, RuntimeError):  # another host, or another container's memory
-            pass
-        has_come = rendezvous.all_gather_object(segment is not None)
-        if rank == 0 and segment is not None:
-            segment.unlink()
-        if segment is None or not all(has_come):
-            return None
-        return cls(segment, rank, num_ranks)
+def shared_counters(rendezvous: Rendezvous) -> HostCounters | None:
+    """This rank's view of them; None, on all ranks, where they do not share memory. Collective."""
+    rank, num_ranks = rendezvous.rank, rendezvous.size
+    num_bytes = HostCounters.num_bytes(num_ranks)
+    segment: _core.Segment | None = None
+    try:
+        if rank == 0:
+            segment = _core.Segment.create(num_bytes)
+    except (OSError, RuntimeError):
+        pass
+    name = rendezvous.all_gather_object(None if segment is None else segment.name)[0]
+    try:
+        if rank != 0 and name is not None:
+            segment = _core.Segment.attach(name, num_bytes)
+    except (OSError, RuntimeError):  # another host, or another container's memory
+        pass
+    has_come = rendezvous.all_gather_object(segment is not None)
+    if rank == 0 and segment is not None:
+        segment.unlink()
+    if segment is None or not all(has_come):
+        return None
+    return HostCounters(segment, rank, num_ranks)
 
 
 def max_tokens_of_step(ctx: Context, counters: HostCounters, state: Decoded) -> int:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, is_grad_enabled
 
-from deep_comm._core import Decoded, Prefilled
+from deep_comm._core import Decoded, HostCounters, Prefilled
 from deep_comm.context.shape import Mode, check_mode
 from deep_comm.errors import ArgumentError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.calls import LayerCalls, Receive
-from deep_comm.layer.host_counters import HostCounters, max_tokens_of_step
+from deep_comm.layer.host_counters import max_tokens_of_step, shared_counters
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
 
@@ -59,7 +59,7 @@ class Steps:
         counters: HostCounters | None = None
         ctx = buffer._context
         if can_decode and self._may_exceed and ctx.num_ranks > 1 and ctx.topology.num_nodes == 1:
-            counters = HostCounters.create(ctx.rendezvous)
+            counters = shared_counters(ctx.rendezvous)
         self.use_counters(counters)
 
     def use_counters(self, counters: HostCounters | None) -> None:

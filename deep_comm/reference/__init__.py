@@ -74,8 +74,7 @@ def get_dispatch_layout(
     selected = topk_idx[owner < num_ranks].to(torch.int64)
     per_node = None
     if ranks_per_node is not None and ranks_per_node < num_ranks:
-        nodes = is_token_in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node)
-        per_node = nodes.any(dim=2).sum(dim=0, dtype=torch.int32)
+        per_node = node_mask(is_token_in_rank, ranks_per_node).sum(dim=0, dtype=torch.int32)
     return Layout(
         num_tokens_per_rank=is_token_in_rank.sum(dim=0, dtype=torch.int32),
         num_tokens_per_rdma_rank=per_node,
@@ -84,16 +83,22 @@ def get_dispatch_layout(
     )
 
 
+def node_mask(is_token_in_rank: Tensor, ranks_per_node: int) -> Tensor:
+    """bool [T, N]: does a token go to a node?"""
+    num_tokens, num_ranks = is_token_in_rank.shape
+    return is_token_in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node).any(dim=2)
+
+
 def channel_of_token(num_tokens: int, num_channels: int) -> Tensor:
     """int64 [T]: channel c carries the tokens [c * ceil(T / C), (c + 1) * ceil(T / C))."""
     per_channel = max(1, -(-num_tokens // num_channels))
     return torch.arange(num_tokens) // per_channel
 
 
-def _channel_prefix_matrix(is_token_in_rank: Tensor, num_channels: int) -> Tensor:
-    num_tokens, num_ranks = is_token_in_rank.shape
-    counts = torch.zeros(num_channels, num_ranks, dtype=torch.int64)
-    counts.index_add_(0, channel_of_token(num_tokens, num_channels), is_token_in_rank.long())
+def prefix_of_channels(mask: Tensor, num_channels: int) -> Tensor:
+    """int32 [columns, C]: tokens of channels 0..c for each column of ``mask`` [T, columns]."""
+    counts = torch.zeros(num_channels, mask.shape[1], dtype=torch.int64)
+    counts.index_add_(0, channel_of_token(mask.shape[0], num_channels), mask.long())
     return counts.cumsum(dim=0).t().to(torch.int32).contiguous()
 
 
@@ -102,12 +107,11 @@ def _exclusive(prefix: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(prefix[:, :1]), prefix[:, :-1]], dim=1)
 
 
-def _send_head(is_token_in_rank: Tensor, channel_prefix_matrix: Tensor) -> Tensor:
-    num_tokens = is_token_in_rank.shape[0]
-    channel = channel_of_token(num_tokens, channel_prefix_matrix.shape[1])
-    ordinal = is_token_in_rank.long().cumsum(dim=0) - 1
-    start_of_channel = _exclusive(channel_prefix_matrix).t()[channel]
-    return torch.where(is_token_in_rank, ordinal - start_of_channel, -1).to(torch.int32)
+def heads_of_tokens(mask: Tensor, prefix: Tensor) -> Tensor:
+    """int32 [T, columns]: ordinal of a token in its (column, channel) queue; -1: not there."""
+    channel = channel_of_token(mask.shape[0], prefix.shape[1])
+    ordinal = mask.long().cumsum(dim=0) - 1
+    return torch.where(mask, ordinal - _exclusive(prefix).t()[channel], -1).to(torch.int32)
 
 
 def _pad_rows(rows: Tensor, num_rows: int, fill: int) -> Tensor:
@@ -150,7 +154,7 @@ def dispatch(
     rank_prefix_matrix = sent.cumsum(dim=0).to(torch.int32)
     per_expert = torch.stack([layout.num_tokens_per_expert for layout in layouts]).sum(dim=0)
     channel_prefix = [
-        _channel_prefix_matrix(layout.is_token_in_rank, num_channels) for layout in layouts
+        prefix_of_channels(layout.is_token_in_rank, num_channels) for layout in layouts
     ]
 
     dtype = (xs[0][0] if isinstance(xs[0], tuple) else xs[0]).dtype
@@ -190,7 +194,7 @@ def dispatch(
                     torch.stack([prefix[rank] for prefix in channel_prefix])
                 ),
                 is_token_in_rank=layouts[rank].is_token_in_rank,
-                send_head=_send_head(layouts[rank].is_token_in_rank, channel_prefix[rank]),
+                send_head=heads_of_tokens(layouts[rank].is_token_in_rank, channel_prefix[rank]),
             )
         )
     return results

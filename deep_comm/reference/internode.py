@@ -20,7 +20,10 @@ from deep_comm.reference import (
     Payload,
     Turns,
     channel_of_token,
+    heads_of_tokens,
+    node_mask,
     owner_of_expert,
+    prefix_of_channels,
     sum_of_biases,
     turns_of_selections,
 )
@@ -41,30 +44,6 @@ class InternodeDispatched:
     recv_src_meta: Tensor  # int32 [num_recv_tokens, 2]: source node, mask of this node's ranks
     send_rdma_head: Tensor  # int32 [T, N]
     send_nvl_head: Tensor  # int32 [F, M], see _forwarded
-
-
-def _node_mask(is_token_in_rank: Tensor, ranks_per_node: int) -> Tensor:
-    """bool [T, N]: does a token go to a node?"""
-    num_tokens, num_ranks = is_token_in_rank.shape
-    return is_token_in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node).any(dim=2)
-
-
-def _prefix(mask: Tensor, num_channels: int) -> Tensor:
-    """int32 [columns, C]: tokens of channels 0..c for each column of ``mask`` [T, columns]."""
-    counts = torch.zeros(num_channels, mask.shape[1], dtype=torch.int64)
-    counts.index_add_(0, channel_of_token(mask.shape[0], num_channels), mask.long())
-    return counts.cumsum(dim=0).t().to(torch.int32).contiguous()
-
-
-def _heads(mask: Tensor, num_channels: int) -> Tensor:
-    """int32 [T, columns]: ordinal of a token in its (column, channel) queue; -1: not there."""
-    heads = torch.full(mask.shape, -1, dtype=torch.int32)
-    channels = channel_of_token(mask.shape[0], num_channels)
-    for channel in range(num_channels):
-        rows = (channels == channel).nonzero().squeeze(1)
-        part = mask[rows]
-        heads[rows] = torch.where(part, part.long().cumsum(dim=0) - 1, -1).to(torch.int32)
-    return heads
 
 
 def _positions(owner: Tensor, first: int, num_local: int) -> Tensor:
@@ -124,8 +103,8 @@ def dispatch(
     num_ranks = len(xs)
     num_nodes = num_ranks // ranks_per_node
     masks = [got.is_token_in_rank for got in received]
-    node_masks = [_node_mask(mask, ranks_per_node) for mask in masks]
-    node_prefixes = [_prefix(mask, num_channels) for mask in node_masks]
+    node_masks = [node_mask(mask, ranks_per_node) for mask in masks]
+    node_prefixes = [prefix_of_channels(mask, num_channels) for mask in node_masks]
     owners = [owner_of_expert(idx, num_experts, num_ranks) for idx in topk_idxs]
     results = []
     for rank, got in enumerate(received):
@@ -155,7 +134,7 @@ def dispatch(
                 + starts.unsqueeze(1).to(torch.int32),
                 recv_gbl_rank_prefix_sum=got.rank_prefix_matrix[:, rank].contiguous(),
                 recv_src_meta=meta,
-                send_rdma_head=_heads(node_masks[rank], num_channels),
+                send_rdma_head=heads_of_tokens(node_masks[rank], node_prefixes[rank]),
                 send_nvl_head=_forwarded(
                     [masks[peer][:, own] for peer in rail],
                     [_positions(owners[peer], own.start, ranks_per_node) for peer in rail],
@@ -196,7 +175,7 @@ def _sums_of_nodes(
     sums = sums.to(dtype).float()
     total = torch.zeros_like(sums[0])
     total += start
-    goes = _node_mask(is_token_in_rank, ranks_per_node)
+    goes = node_mask(is_token_in_rank, ranks_per_node)
     for node, are_next in nodes:
         taken = goes[:, node] if are_next is None else goes[:, node] & are_next
         total[taken] += sums[node, taken]

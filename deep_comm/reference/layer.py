@@ -6,16 +6,13 @@ index and of rows, which it computes one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from deep_comm.ranks.topology import first_expert, num_local_experts
-from deep_comm.reference import get_dispatch_layout
-
-Expert = Callable[[int, Tensor], Tensor]
-"""(global expert index, rows [n, H]) -> rows [n, H]."""
+from deep_comm.reference import Expert, get_dispatch_layout
 
 
 def _rows_of_selections(x: Tensor, topk_idx: Tensor, num_experts: int, expert: Expert) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from deep_comm import _core
 from deep_comm.errors import ArgumentError
-from deep_comm.ranks.topology import num_local_experts
 from deep_comm.scale.machine import Machine
 from deep_comm.scale.routing import Job
 from deep_comm.scale.traffic import Traffic
@@ -35,7 +34,6 @@ class Burst:
     us: float
     rail_rows: int  # out of the rank, over its NIC
     rail_bytes: int
-    nvlink_bytes: int
 
 
 def dispatch(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
@@ -50,45 +48,10 @@ def combine(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
     return _burst(traffic, machine, way, job.combine_row_bytes)
 
 
-def dispatch_puts(traffic: Traffic, slot_bytes: int, hands_on: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 [R, N], by rank and other node: puts and bytes of this engine's
-    dispatch, counts included.
-
-    Args:
-        hands_on: bool [R], whether a rank sends a token once to a node,
-            and not to every rank there.
-    """
-    num_ranks, num_local = traffic.num_ranks, traffic.ranks_per_node
-    to_ranks = traffic.to_rank.view(num_ranks, -1, num_local).sum(2)
-    rows = torch.where(hands_on[:, None], traffic.to_node.sum(2), to_ranks)
-    counts = torch.tensor(
-        [
-            _core.low_latency_count_bytes(num_local_experts(rank, traffic.num_experts, num_ranks))
-            for rank in range(num_ranks)
-        ]
-    )
-    remote = traffic.is_remote.long()
-    num_bytes = rows * slot_bytes + counts.view(-1, num_local).sum(1)
-    return (rows + num_local) * remote, num_bytes * remote
-
-
-def combine_puts(traffic: Traffic, row_bytes: int, num_topk: int) -> tuple[Tensor, Tensor]:
-    """int64 [R, R], by rank and rank of another node: a sum back for every row, ahead
-    of it the token's weights.
-    """
-    rows = traffic.to_rank * _is_remote(traffic)
-    return rows + rows.t(), rows * 8 * num_topk + rows.t() * row_bytes
-
-
-def _is_remote(traffic: Traffic) -> Tensor:
-    node = torch.arange(traffic.num_ranks) // traffic.ranks_per_node
-    return (node[:, None] != node).long()
-
-
 def _burst(traffic: Traffic, machine: Machine, way: str, row_bytes: int) -> Burst:
     if way not in WAYS:
         raise ArgumentError("way", way, f"must be one of {', '.join(WAYS)}")
-    is_remote = _is_remote(traffic).bool()
+    is_remote = traffic.is_remote.repeat_interleave(traffic.ranks_per_node, 1)  # [R, R]
     rows = traffic.selections if way == "expert" else traffic.to_rank
     inside = rows * (~is_remote & ~torch.eye(traffic.num_ranks, dtype=torch.bool))
     if way == "node":
@@ -112,5 +75,4 @@ def _burst(traffic: Traffic, machine: Machine, way: str, row_bytes: int) -> Burs
         machine.low_latency_us + links_us + hop_us,
         rail_rows,
         rail_rows * row_bytes,
-        nvlink_rows * row_bytes,
     )

@@ -13,6 +13,7 @@ which holds back its senders by their rings alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,16 +47,17 @@ def _per_us(gb_per_s: float) -> float:
     return gb_per_s * 1e3
 
 
-def _times(total_us: float, machine: Machine, wire: Wire, *loads: Tensor) -> Times:
-    """``loads``: bytes by rank over the NIC out and in, over NVLink out and in,
-    through the SMs of either kind.
+def _times(ends: Sequence[Tensor], machine: Machine, wire: Wire, *loads: Tensor) -> Times:
+    """``ends``: when ranks and channels are through. ``loads``: bytes by rank over the NIC out and
+    in, over NVLink out and in, through the SMs of either kind.
     """
     nic_out, nic_in, nvlink_out, nvlink_in, sm_out, sm_on = (float(load.max()) for load in loads)
+    sm_us = max(sm_out, sm_on) / _per_us(machine.sm_gb_per_s) / wire.num_channels
     return Times(
-        total_us,
+        max(machine.call_us + sm_us, *(float(end.max()) for end in ends)),
         max(nic_out, nic_in) / _per_us(machine.nic_gb_per_s),
         max(nvlink_out, nvlink_in) / _per_us(machine.nvlink_gb_per_s),
-        max(sm_out, sm_on) / _per_us(machine.sm_gb_per_s) / wire.num_channels,
+        sm_us,
     )
 
 
@@ -130,8 +132,9 @@ class _Dispatch:
         forwarded = traffic.to_rank.view(
             self.shape.num_nodes, self.shape.num_local, self.shape.num_nodes, -1
         )
-        times = _times(
-            0.0,
+        ends = (self.forward_free, self.nvlink_in_free, self.receive_free)
+        return _times(
+            [end + machine.nvlink_latency_us for end in ends],
             machine,
             wire,
             traffic.rail_rows() * wire.dispatch_slot_bytes,
@@ -143,10 +146,6 @@ class _Dispatch:
             + traffic.to_rank.sum(0) * wire.dispatch_row_bytes,
             forwarded.sum((0, 3)) * wire.dispatch_row_bytes,
         )
-        ends = (self.forward_free, self.nvlink_in_free, self.receive_free)
-        last = max(float(each.max()) for each in ends) + machine.nvlink_latency_us
-        total = max(last, machine.call_us + times.sm_us)
-        return Times(total, times.nic_us, times.nvlink_us, times.sm_us)
 
     def _run_step(self, step: int) -> None:
         shape, wire = self.shape, self.wire
@@ -262,8 +261,8 @@ class _Combine:
         rows = traffic.to_rank.view(
             self.shape.num_nodes, self.shape.num_local, self.shape.num_nodes, -1
         )
-        times = _times(
-            0.0,
+        return _times(
+            (self.owner_free, self.nvlink_in_free, self.nvlink_out_free),
             machine,
             wire,
             traffic.rail_rows_in() * size,
@@ -274,13 +273,6 @@ class _Combine:
             traffic.to_rank.sum(0) * size + traffic.to_node.sum((1, 2)) * size,
             rows.sum((0, 3)) * size,
         )
-        total = max(
-            float(self.owner_free.max()),
-            float(self.nvlink_in_free.max()),
-            float(self.nvlink_out_free.max()),
-            machine.call_us + times.sm_us,
-        )
-        return Times(total, times.nic_us, times.nvlink_us, times.sm_us)
 
     def _run_step(self, step: int) -> None:
         shape, wire, machine = self.shape, self.wire, self.machine

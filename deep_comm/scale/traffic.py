@@ -15,7 +15,7 @@ from torch import Tensor
 from deep_comm import _core
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
-from deep_comm.ranks.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import num_local_experts
 from deep_comm.scale.routing import Job
 
 
@@ -64,13 +64,6 @@ class Posts:
     num_put_bytes: Tensor
     num_signals: Tensor
 
-    def __add__(self, other: Posts) -> Posts:
-        return Posts(
-            self.num_puts + other.num_puts,
-            self.num_put_bytes + other.num_put_bytes,
-            self.num_signals + other.num_signals,
-        )
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -112,34 +105,10 @@ class Traffic:
         # A sender gets no credit that it cannot need.
         credits = -(-(rows - wire.num_slots).clamp(min=0) // wire.batch)
         # At entry: what the rank offers, and that it has come.
-        signals = puts.sum(2) + self._back(credits.sum(2)) + 2 * self.is_remote.long()
+        signals = puts.sum(2) + self.back(credits.sum(2)) + 2 * self.is_remote.long()
         return Posts(puts.sum(2), rows.sum(2) * wire.dispatch_slot_bytes, signals)
 
-    def notify_posts(self, wire: Wire) -> Posts:
-        """Counts to every other node in one put, with one signal."""
-        first = [
-            first_expert(node * self.ranks_per_node, self.num_experts, self.num_ranks)
-            for node in range(self.num_nodes)
-        ]
-        num_experts = torch.diff(torch.tensor([*first, self.num_experts])).tolist()
-        sizes = [
-            _core.notify_bytes(wire.num_channels, self.ranks_per_node, num) for num in num_experts
-        ]
-        remote = self.is_remote.long()
-        return Posts(remote, remote * torch.tensor(sizes), remote)
-
-    def combine_bounds(self, wire: Wire) -> tuple[Posts, Posts]:
-        """(fewest, most): a sum a row; how many sums a put holds depends on which are finished."""
-        rows = self.to_node * self.is_remote[:, :, None]
-        back = self._back(rows.sum(2))
-        fewest = self._back((-(-rows // wire.batch)).sum(2))
-        # At entry: where that node's sums have places, and that this rank has come.
-        entry = 2 * self.is_remote.long()
-        credits = (rows // min(wire.batch, wire.num_slots)).sum(2) + entry
-        num_bytes = back * wire.combine_slot_bytes
-        return Posts(fewest, num_bytes, fewest + credits), Posts(back, num_bytes, back + credits)
-
-    def _back(self, posts: Tensor) -> Tensor:
+    def back(self, posts: Tensor) -> Tensor:
         """[rank, node] -> [rank that is posted to, node of that rank]: rank (n, l) to
         node m is rank (m, l) to n.
         """
@@ -154,7 +123,7 @@ class Traffic:
 
     def rail_rows_in(self) -> Tensor:
         """int64 [R]: rows that arrive over a rank's rail in dispatch."""
-        return self._back(self.to_node.sum(2) * self.is_remote).sum(1)
+        return self.back(self.to_node.sum(2) * self.is_remote).sum(1)
 
     def forwarded_rows(self) -> tuple[Tensor, Tensor]:
         """int64 [R], [R]: rows that leave a rank over NVLink in

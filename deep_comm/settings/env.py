@@ -9,13 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from deep_comm.errors import ArgumentError
 
 T = TypeVar("T")
 
 PREFIX = "DEEP_COMM_"
+
+
+class Kind(NamedTuple):
+    """What a variable may hold."""
+
+    rule: str
+    parse: Callable[[str], Any]  # raises ValueError
 
 
 def _parse_flag(text: str) -> bool:
@@ -34,37 +41,33 @@ def _parse_positive_float(text: str) -> float:
     return value
 
 
-def _parse_count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError(text)
-    return value
-
-
-def _parse_positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
 def _parse_level(text: str) -> str:
     if text.lower() not in ("warning", "info", "debug"):
         raise ValueError(text)
     return text.lower()
 
 
+def _at_least(smallest: int) -> Kind:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < smallest:
+            raise ValueError(text)
+        return value
+
+    return Kind(f"a number of at least {smallest}", parse)
+
+
+_FLAG = Kind("0 or 1", _parse_flag)
+
+
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """One environment variable: ``name``, ``kind`` (its rule, in words), ``default``, ``doc`` (one
-    short sentence), ``parse``, ``more`` (further sentences).
-    """
+    """One environment variable: ``doc`` says in a short sentence what for, ``more`` the rest."""
 
     name: str
-    kind: str
+    kind: Kind
     default: T
     doc: str
-    parse: Callable[[str], Any]
     more: str = ""
 
     def is_set(self) -> bool:
@@ -80,180 +83,158 @@ class Variable(Generic[T]):
         if text is None:
             return self.default
         try:
-            return self.parse(text)
+            value: T = self.kind.parse(text)
         except ValueError:
-            raise ArgumentError(self.name, repr(text), f"must be {self.kind}") from None
+            raise ArgumentError(self.name, repr(text), f"must be {self.kind.rule}") from None
+        return value
 
 
 TIMEOUT_S: Variable[float] = Variable(
     "DEEP_COMM_TIMEOUT_S",
-    "a positive number of seconds",
+    Kind("a positive number of seconds", _parse_positive_float),
     30.0,
     "How long a kernel waits for a peer before it gives up.",
-    _parse_positive_float,
     "Buffer(timeout_s=) overrides it.",
 )
 NUM_SMS: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_SMS",
-    "a number of at least 1",
+    _at_least(1),
     None,
     "SMs of calls without a Config.",
-    _parse_positive_int,
     "Read when a Buffer is built. Unset: as docs/guide/sms.md says on GPUs, 1 on the host target.",
 )
 EARLY_LAUNCHES: Variable[bool] = Variable(
     "DEEP_COMM_EARLY_LAUNCHES",
-    "0 or 1",
+    _FLAG,
     True,
     "Low-latency launches and copies of expanded dispatches may take SMs while the launch before "
     "them still runs.",
-    _parse_flag,
     "Read when a Buffer is built. Set 0 where collectives of other libraries run beside them on "
     "other streams, or ranks share a GPU through MPS.",
 )
 NUM_DIRECT_BYTES: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_DIRECT_BYTES",
-    "a number of at least 0",
+    _at_least(0),
     None,
     "Receive region of Buffers that are built without num_direct_bytes=.",
-    _parse_count,
     "Equal on all ranks. Unset: from 128 MiB on, what num_nvl_bytes has beyond 64 MiB. With 0, "
     "outputs of dispatch are torch's own memory, which is slower: for programs that resize their "
     "storage or rely on record_stream.",
 )
 REGION_TOKENS: Variable[int] = Variable(
     "DEEP_COMM_REGION_TOKENS",
-    "a number of at least 0",
+    _at_least(0),
     4096,
     "Tokens per rank for which Config.get_nvl_buffer_size_hint leaves room in the receive region.",
-    _parse_count,
     "With 0 rows go through rings.",
 )
 DEVICE: Variable[str | None] = Variable(
     "DEEP_COMM_DEVICE",
-    "a torch device such as 'cpu', 'cuda' or 'cuda:0'",
+    Kind("a torch device such as 'cpu', 'cuda' or 'cuda:0'", str),
     None,
     "Device of Buffers that are built without device=.",
-    str,
     "Unset: CUDA when available, else the host target.",
 )
 RANKS_PER_NODE: Variable[int | None] = Variable(
     "DEEP_COMM_RANKS_PER_NODE",
-    "a number of at least 1",
+    _at_least(1),
     None,
     "Ranks per node, or per logical node.",
-    _parse_positive_int,
     "Unset: counted from host names.",
 )
 HOST_NAME: Variable[str | None] = Variable(
     "DEEP_COMM_HOST_NAME",
-    "any text",
+    Kind("any text", str),
     None,
     "What this process calls its machine.",
-    str,
     "Processes of one machine with different names act as those of different hosts. So several "
     "hosts can be tried on one. Unset: the host name.",
 )
 RAIL: Variable[str | None] = Variable(
     "DEEP_COMM_RAIL",
-    "nvshmem, software (CUDA devices) or simulated (host target)",
+    Kind("nvshmem, software (CUDA devices) or simulated (host target)", str),
     None,
     "What joins the nodes of a group.",
-    str,
     "Buffer(rail=) overrides it. Unset: nvshmem between hosts, software between the logical nodes"
     " of one host, simulated on the host target.",
 )
 RAIL_NEAR: Variable[bool | None] = Variable(
     "DEEP_COMM_RAIL_NEAR",
-    "0 or 1",
+    _FLAG,
     None,
     "Whether rows are stored, instead of put, where stores reach the other node.",
-    _parse_flag,
-    "Unset: over nvshmem, where NVLink joins the nodes. 0: never. 1: on the host target too, where "
-    "no network then stands between the nodes.",
+    "Unset: over nvshmem, where NVLink joins the nodes. 0: never. 1: on the host target too, "
+    "where no network then stands between the nodes.",
 )
 NIC_GB_PER_S: Variable[float | None] = Variable(
     "DEEP_COMM_NIC_GB_PER_S",
-    "a positive number",
+    Kind("a positive number", _parse_positive_float),
     None,
     "What the software NIC carries at most, in 10^9 bytes per second.",
-    _parse_positive_float,
     "Unset: what the copy engines do.",
 )
 TUNE_FILE: Variable[str | None] = Variable(
     "DEEP_COMM_TUNE_FILE",
-    "a path",
+    Kind("a path", str),
     None,
     "The file that deep_comm tune writes and Buffers read.",
-    str,
     "Unset: deep_comm/tune.json in the cache folder.",
 )
 POISON: Variable[bool] = Variable(
     "DEEP_COMM_POISON",
-    "0 or 1",
+    _FLAG,
     False,
     "Fill every output with 0xA5 bytes before the kernels run.",
-    _parse_flag,
     "This shows what they do not write.",
 )
-DECODE_TOKENS: Variable[int | None] = Variable(
-    "DEEP_COMM_DECODE_TOKENS",
-    "a number of at least 1",
-    None,
-    "The most tokens that a rank may have in a decode step.",
-    _parse_positive_int,
-    "Equal on all ranks. Unset: what was measured (docs/guide/tuning.md), else 128, in "
-    "ExpertParallel. In the vLLM adapter no step is a decode step then.",
-)
-
 TRACE: Variable[int] = Variable(
     "DEEP_COMM_TRACE",
-    "a number of at least 0",
+    _at_least(0),
     0,
     "The number of last kernels of a Buffer whose steps are kept (docs/guide/tracing.md).",
-    _parse_count,
     "Buffer(trace=) overrides it. 0 costs nothing.",
 )
 TRACE_DIR: Variable[str | None] = Variable(
     "DEEP_COMM_TRACE_DIR",
-    "a path",
+    Kind("a path", str),
     None,
     "Where a Buffer that traces leaves its steps.",
-    str,
     "It does so when it is destroyed and when a call times out.",
 )
 LOG: Variable[str | None] = Variable(
     "DEEP_COMM_LOG",
-    "warning, info or debug",
+    Kind("warning, info or debug", _parse_level),
     None,
     "Level of Python's logger deep_comm (docs/guide/troubleshooting.md).",
-    _parse_level,
     "Read when a Buffer is built. info logs a line for each Buffer, debug every call. Unset: as "
     "the program has it.",
 )
 DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
     "DEEP_COMM_DEEP_EP_FULL_RDMA",
-    "0 or 1",
+    _FLAG,
     False,
     "Of the drop-in deep_ep: allocate all of num_rdma_bytes.",
-    _parse_flag,
     "For programs that use the memory themselves. Unset: what low-latency calls need for the "
     "shape that has this size hint.",
 )
-
+DECODE_TOKENS: Variable[int | None] = Variable(
+    "DEEP_COMM_DECODE_TOKENS",
+    _at_least(1),
+    None,
+    "The most tokens that a rank may have in a decode step.",
+    "Equal on all ranks. Unset: what was measured (docs/guide/tuning.md), else 128, in "
+    "ExpertParallel. In the vLLM adapter no step is a decode step then.",
+)
 VLLM: Variable[bool] = Variable(
     "DEEP_COMM_VLLM",
-    "0 or 1",
+    _FLAG,
     False,
     "Let deep_comm's vLLM plugin replace vLLM's DeepEP backends.",
-    _parse_flag,
 )
 
-REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, EARLY_LAUNCHES, NUM_DIRECT_BYTES, REGION_TOKENS, DEVICE, RANKS_PER_NODE,
-    HOST_NAME, RAIL, RAIL_NEAR, NIC_GB_PER_S, TUNE_FILE, POISON, TRACE, TRACE_DIR,
-    LOG, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
-)  # fmt: skip
+REGISTRY: tuple[Variable[Any], ...] = tuple(
+    each for each in globals().values() if isinstance(each, Variable)
+)
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.
 # Name: (default, meaning).
@@ -296,7 +277,12 @@ def describe() -> str:
         value = os.environ.get(variable.name, "(unset)")
         default = "-" if variable.default is None else str(variable.default)
         rows.append(
-            (variable.name, value, default, f"{variable.doc} {variable.more} ({variable.kind})")
+            (
+                variable.name,
+                value,
+                default,
+                f"{variable.doc} {variable.more} ({variable.kind.rule})",
+            )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(

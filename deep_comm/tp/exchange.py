@@ -9,12 +9,16 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deep_comm.errors import BufferTooSmall
 from deep_comm.symmetric import WORDS_OF_RANK, SymmetricMemory
+
+if TYPE_CHECKING:
+    from deep_comm.tp.product import Waits
 
 __all__ = ["Exchange"]
 
@@ -85,6 +89,12 @@ class Exchange:
     def slot_offset(self, slots: Tensor) -> int:
         """Bytes from a rank's base to its slot for this rank; ``slots``: of ``staged``."""
         return self._staging_offset + self.rank * slots.stride(0) * slots.element_size()
+
+    def waits(self) -> Waits:
+        """Of Triton products."""
+        from deep_comm.tp.product import Waits
+
+        return Waits(self.sequence, self.fault, int(self.timeout_s * 1e9))
 
     def begin(self, *agreed: object) -> None:
         """After it, what peers push to is free on all ranks, or the ranks have disagreed."""

@@ -15,7 +15,7 @@ on this machine; where none was, "unfused".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -153,8 +153,11 @@ def _gather_beside(
         for weight in weights
     ]
     if method == "fused":
+        from deep_comm.tp.product import Gathered, product
+
+        arriving = Gathered(gathered.x, exchange.words, chunk_rows, rank, exchange.waits())
         for weight, out in zip(weights, outs, strict=True):
-            _fused_product(rows.x, weight.matrix, out, exchange, gathered.x, chunk_rows)
+            _fused(exchange, product, rows.x, weight.matrix, out, gathered=arriving)
     else:
         shards = [out.unflatten(0, (num_ranks, num_rows)) for out in outs]
         for weight, shard in zip(weights, shards, strict=True):
@@ -179,37 +182,16 @@ def _chunk_rows(num_rows: int, row_bytes: int) -> int:
     return -(-wanted // 128) * 128
 
 
-def _waits(exchange: Exchange) -> Any:
-    from deep_comm.tp import product
+def _fused(
+    exchange: Exchange, product: Callable[..., None], x: Tensor, matrix: Tensor, out: Tensor,
+    **peers: Any,
+) -> None:  # fmt: skip
+    """A Triton product on all SMs. ``peers``: how rows come from them, or go there."""
+    from deep_comm.tp.product import CONFIGS
 
-    return product.Waits(exchange.sequence, exchange.fault, int(exchange.timeout_s * 1e9))
-
-
-def _num_programs(exchange: Exchange) -> int:
-    return torch.cuda.get_device_properties(exchange.device).multi_processor_count
-
-
-def _fused_product(
-    x: Tensor, matrix: Tensor, out: Tensor, exchange: Exchange, gathered: Tensor, chunk_rows: int
-) -> None:
-    from deep_comm.tp import product
-
-    arriving = product.Gathered(
-        rows=gathered,
-        words=exchange.words,
-        chunk_rows=chunk_rows,
-        rank=exchange.rank,
-        waits=_waits(exchange),
-    )
+    num_sms = torch.cuda.get_device_properties(exchange.device).multi_processor_count
     with torch.cuda.device(exchange.device):
-        product.product(
-            x,
-            matrix,
-            product.CONFIGS[0],
-            out=out,
-            num_programs=_num_programs(exchange),
-            gathered=arriving,
-        )
+        product(x, matrix, CONFIGS[0], out=out, num_programs=num_sms, **peers)
 
 
 def matmul_reduce_scatter(
@@ -282,7 +264,13 @@ def _scatter_beside(rows: Rows, weight: Weight, memory: SymmetricMemory, method:
     )
     out = rows.x.new_empty((num_rows, columns), dtype=weight.out_dtype)
     if method == "fused":
-        _fused_scatter(rows.x, weight.matrix, out, exchange, slots)
+        from deep_comm.tp.product import Scattered, scattered_product
+
+        leaving = Scattered(
+            exchange.bases, exchange.slot_offset(slots), slots, exchange.words_offset,
+            exchange.words, exchange.counters, rank, exchange.waits(),
+        )  # fmt: skip
+        _fused(exchange, scattered_product, rows.x, weight.matrix, out, scattered=leaving)
     else:
         parts = rows.x.new_empty((num_ranks, num_rows, columns), dtype=weight.out_dtype)
         for turn in range(1, num_ranks):
@@ -295,32 +283,6 @@ def _scatter_beside(rows: Rows, weight: Weight, memory: SymmetricMemory, method:
         exchange.add_slots(slots, out)
     exchange.end()
     return out
-
-
-def _fused_scatter(
-    x: Tensor, matrix: Tensor, out: Tensor, exchange: Exchange, slots: Tensor
-) -> None:
-    from deep_comm.tp import product
-
-    scattered = product.Scattered(
-        bases=exchange.bases,
-        slot_offset=exchange.slot_offset(slots),
-        own_slots=slots,
-        words_offset=exchange.words_offset,
-        own_words=exchange.words,
-        counters=exchange.counters,
-        rank=exchange.rank,
-        waits=_waits(exchange),
-    )
-    with torch.cuda.device(exchange.device):
-        product.scattered_product(
-            x,
-            matrix,
-            product.CONFIGS[0],
-            out=out,
-            num_programs=_num_programs(exchange),
-            scattered=scattered,
-        )
 
 
 def matmul_all_reduce(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib.util
 import json
 from collections.abc import Iterable, Sequence
@@ -14,8 +13,6 @@ RANGE = "deep_comm: "
 """Begins the names of ranges in which the host target communicates."""
 
 COLOURS = {True: "#d1495b", False: "#30638e"}  # communication, computation
-_WIDTH, _ROW, _LEFT, _TOP = 1200, 28, 90, 50
-
 
 MISSING = "matplotlib is not installed: no PNG was written (pip install matplotlib)"
 HOST_LANES = {"communication": 0, "computation": 1}
@@ -116,48 +113,6 @@ def overlapped_share(spans: Sequence[Span]) -> float:
     return both / total if total > 0 else 0.0
 
 
-def draw(spans: Sequence[Span], title: str) -> str:
-    """An SVG with a row for each stream; red communicates, blue computes."""
-    streams = sorted({span.stream for span in spans})
-    last = max(span.end_us for span in spans)
-    scale = (_WIDTH - _LEFT - 10) / last
-    height = _TOP + _ROW * len(streams) + 30
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="10" y="18" font-size="14">{html.escape(title)}: {last / 1e3:.2f} ms, '
-        f"{overlapped_share(spans):.0%} of communication beside computation</text>",
-    ]
-    for number, (text, is_communication) in enumerate(
-        (("communication", True), ("computation", False))
-    ):
-        x = 10 + 130 * number
-        parts.append(
-            f'<rect x="{x}" y="28" width="12" height="12" fill="{COLOURS[is_communication]}"/>'
-        )
-        parts.append(f'<text x="{x + 18}" y="38">{text}</text>')
-    for row, stream in enumerate(streams):
-        parts.append(f'<text x="10" y="{_TOP + _ROW * row + 18}">stream {stream}</text>')
-    for span in spans:
-        y = _TOP + _ROW * streams.index(span.stream) + 3
-        width = max(0.5, (span.end_us - span.begin_us) * scale)
-        parts.append(
-            f'<rect x="{_LEFT + span.begin_us * scale:.2f}" y="{y}" width="{width:.2f}" '
-            f'height="{_ROW - 6}" fill="{COLOURS[span.is_communication]}">'
-            f"<title>{html.escape(span.name[:120])}: {span.begin_us:.1f} to {span.end_us:.1f} us"
-            "</title></rect>"
-        )
-    ticks = 10
-    for tick in range(ticks + 1):
-        time_us = last * tick / ticks
-        tick_x, ms = _LEFT + time_us * scale, time_us / 1e3
-        parts.append(
-            f'<text x="{tick_x:.1f}" y="{height - 8}" text-anchor="middle">{ms:.2f} ms</text>'
-        )
-    return "\n".join([*parts, "</svg>", ""])
-
-
 def summary(spans: Sequence[Span]) -> str:
     communication = _union(span for span in spans if span.is_communication)
     computation = _union(span for span in spans if not span.is_communication)
@@ -178,8 +133,9 @@ def _lane_name(stream: int, spans: Sequence[Span], on_host: bool) -> str:
     return f"stream {stream} ({kind})"
 
 
-def write_png(file: Path, ways: dict[str, Sequence[Span]], on_host: bool) -> bool:
-    """One panel a way, a lane for each stream, all on one scale of time. False: no matplotlib."""
+def write(file: Path, ways: dict[str, Sequence[Span]], on_host: bool) -> bool:
+    """One panel a way, a lane for each stream, all on one scale of time; as PNG, SVG or PDF, by the
+    file's name. False: no matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     import matplotlib

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "bind/doors.hpp"
+#include "bind/interpreter.hpp"
 
 namespace py = pybind11;
 
@@ -147,7 +148,7 @@ class Worker {
 class LoggedEngine final : public EngineCalls {
  public:
   LoggedEngine(py::object door, py::object log)
-      : engine_(calls_behind(door)), door_(std::move(door)), log_(std::move(log)) {}
+      : engine_(*behind<EngineCalls>(door)), door_(std::move(door)), log_(std::move(log)) {}
 
   bool is_synchronous() const override { return false; }
   bool launches_block() const override { return engine_.launches_block(); }
@@ -360,17 +361,17 @@ void bind_fake_streams(py::module_& m) {
       .def(py::init<py::object, py::object>(), py::arg("door"), py::arg("log"))
       .def("drain", &LoggedEngine::drain)
       .def_property_readonly("door", [](const py::object& self) {
-        return door_of_calls(self.cast<LoggedEngine&>(), self);
+        return door_of(std::shared_ptr<EngineCalls>(owner_of(self), &self.cast<LoggedEngine&>()));
       });
   m.def(
       "plan_low_latency",
       [](const py::object& door, int num_max_tokens, int hidden, int num_topk, int num_experts) {
-        calls_behind(door).plan_low_latency({.num_max_tokens = num_max_tokens,
-                                             .hidden = hidden,
-                                             .num_topk = num_topk,
-                                             .num_experts = num_experts,
-                                             .num_blocks = 1,
-                                             .format = PayloadFormat::kBfloat16});
+        behind<EngineCalls>(door)->plan_low_latency({.num_max_tokens = num_max_tokens,
+                                                     .hidden = hidden,
+                                                     .num_topk = num_topk,
+                                                     .num_experts = num_experts,
+                                                     .num_blocks = 1,
+                                                     .format = PayloadFormat::kBfloat16});
       },
       "The engine's own check of a shape.", py::arg("door"), py::arg("num_max_tokens"),
       py::arg("hidden"), py::arg("num_topk"), py::arg("num_experts"));

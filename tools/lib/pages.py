@@ -110,7 +110,7 @@ def environment_page() -> str:
     for variable in env.REGISTRY:
         default = "unset" if variable.default is None else f"{variable.default}"
         lines.append(
-            f"| `{variable.name}` | {default} | {linked(variable.doc)} | {variable.kind} |"
+            f"| `{variable.name}` | {default} | {linked(variable.doc)} | {variable.kind.rule} |"
         )
     lines += ["", "More about some of them:", ""]
     lines += [

@@ -11,8 +11,6 @@ namespace deep_comm {
 
 namespace {
 
-constexpr char kCapsuleName[] = "dltensor";
-
 py::object checked(PyObject* made) {
   if (made == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(made);
@@ -47,45 +45,6 @@ TensorSpec bytes_of(const TensorSpec& spec) {
 // As a type that torch can neither make nor take.
 py::object viewed(const py::object& bytes, const TensorSpec& spec, PyObject* dtype) {
   return bytes.attr("view")(py::handle(dtype)).attr("as_strided")(shape_of(spec), strides_of(spec));
-}
-
-// DLPack's description of a tensor over memory, in either form of the format.
-template <class Managed>
-struct ManagedTensor {
-  Managed managed{};
-  std::array<int64_t, kMaxTensorDims> shape, strides;
-  std::shared_ptr<void> owner;
-
-  // Called by whoever drops the last tensor: any thread, with or without the interpreter's lock.
-  static void destroy(Managed* managed) {
-    if (Py_IsInitialized() == 0) return;  // at exit the memory goes with the process
-    const PyGILState_STATE state = PyGILState_Ensure();
-    {
-      const py::error_scope kept;  // the owner's end must not eat an error on its way
-      delete static_cast<ManagedTensor*>(managed->context);
-    }
-    PyGILState_Release(state);
-  }
-};
-
-template <class Managed>
-std::unique_ptr<ManagedTensor<Managed>> describe(uintptr_t address, const TensorSpec& spec,
-                                                 DlDataType type, DlDevice device,
-                                                 std::shared_ptr<void> owner) {
-  auto made = std::make_unique<ManagedTensor<Managed>>();
-  made->shape = spec.shape;
-  made->strides = spec.strides;
-  made->owner = std::move(owner);
-  made->managed.tensor = {.data = reinterpret_cast<void*>(address),
-                          .device = device,
-                          .num_dims = spec.num_dims,
-                          .dtype = type,
-                          .shape = made->shape.data(),
-                          .strides = made->strides.data(),
-                          .byte_offset = 0};
-  made->managed.context = made.get();
-  made->managed.deleter = &ManagedTensor<Managed>::destroy;
-  return made;
 }
 
 // While torch's algorithms are to be deterministic it fills new tensors on the current stream, where
@@ -256,20 +215,10 @@ MadeTensor TorchFramework::empty_on_comm(const TensorSpec& spec) {
 py::object TorchFramework::make_over(uintptr_t address, const TensorSpec& spec, DlDataType type,
                                      std::shared_ptr<void> owner) const {
   if (api_ == nullptr) {
-    auto described =
-        describe<DlManagedTensor>(address, spec, type, device_.dlpack, std::move(owner));
-    const py::object capsule =
-        checked(PyCapsule_New(&described->managed, kCapsuleName, [](PyObject* ended) {
-          // A consumer renames the capsule; one that still has its name was never consumed.
-          if (PyCapsule_IsValid(ended, kCapsuleName) == 0) return;
-          auto* managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(ended, kCapsuleName));
-          managed->deleter(managed);
-        }));
-    described.release();
-    return from_dlpack_(capsule);
+    return from_dlpack_(make_dlpack_capsule(address, spec, type, device_.dlpack, std::move(owner)));
   }
-  auto described =
-      describe<DlManagedTensorVersioned>(address, spec, type, device_.dlpack, std::move(owner));
+  auto described = ManagedTensor<DlManagedTensorVersioned>::of(address, spec, type, device_.dlpack,
+                                                               std::move(owner));
   described->managed.major_version = api_->major_version;
   void* made = nullptr;
   const int status = api_->to_python(&described->managed, &made);

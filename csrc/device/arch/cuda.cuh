@@ -113,35 +113,31 @@ DC_DEVICE uint32_t smem_address(const void* ptr) {
 #define DC_CLOBBERS_MEMORY : "memory"
 #define DC_CLOBBERS_NOTHING
 
-template <class T>
-DC_DEVICE T ld_weak(const T* ptr) {
-  static_assert(detail::kIsWordOrVec<T>);
-  DC_DEFINE_LOAD_WORD("ld.weak.global", DC_CLOBBERS_MEMORY)
-  DC_DEFINE_LOAD_VEC("ld.weak.global", DC_CLOBBERS_MEMORY)
-}
+// Of words, and of vectors of 16 bytes, each with its instruction.
+#define DC_DEFINE_LOAD_ANY(NAME, OP, VEC_OP, CLOBBER) \
+  template <class T>                                  \
+  DC_DEVICE T NAME(const T* ptr) {                    \
+    static_assert(detail::kIsWordOrVec<T>);           \
+    DC_DEFINE_LOAD_WORD(OP, CLOBBER)                  \
+    DC_DEFINE_LOAD_VEC(VEC_OP, CLOBBER)               \
+  }
+#define DC_DEFINE_STORE_ANY(NAME, OP)                  \
+  template <class T>                                   \
+  DC_DEVICE void NAME(T* ptr, detail::Same<T> value) { \
+    static_assert(detail::kIsWordOrVec<T>);            \
+    DC_DEFINE_STORE_WORD(OP)                           \
+    DC_DEFINE_STORE_VEC(OP)                            \
+  }
 
-template <class T>
-DC_DEVICE void st_weak(T* ptr, detail::Same<T> value) {
-  static_assert(detail::kIsWordOrVec<T>);
-  DC_DEFINE_STORE_WORD("st.weak.global")
-  DC_DEFINE_STORE_VEC("st.weak.global")
-}
-
+DC_DEFINE_LOAD_ANY(ld_weak, "ld.weak.global", "ld.weak.global", DC_CLOBBERS_MEMORY)
+DC_DEFINE_STORE_ANY(st_weak, "st.weak.global")
 // Narrow read-only inputs are metadata that several warps read, so they may use L1. 16-byte inputs
 // are payload that is read once.
-template <class T>
-DC_DEVICE T ld_nc(const T* ptr) {
-  static_assert(detail::kIsWordOrVec<T>);
-  DC_DEFINE_LOAD_WORD("ld.global.nc", DC_CLOBBERS_NOTHING)
-  DC_DEFINE_LOAD_VEC("ld.global.nc.L1::no_allocate", DC_CLOBBERS_NOTHING)
-}
-
-template <class T>
-DC_DEVICE void st_streaming(T* ptr, detail::Same<T> value) {
-  static_assert(detail::kIsWordOrVec<T>);
-  DC_DEFINE_STORE_WORD("st.weak.global.L1::no_allocate")
-  DC_DEFINE_STORE_VEC("st.weak.global.L1::no_allocate")
-}
+DC_DEFINE_LOAD_ANY(ld_nc, "ld.global.nc", "ld.global.nc.L1::no_allocate", DC_CLOBBERS_NOTHING)
+DC_DEFINE_STORE_ANY(st_streaming, "st.weak.global.L1::no_allocate")
+DC_DEFINE_LOAD_ANY(ld_relaxed_sys, "ld.relaxed.sys.global", "ld.relaxed.sys.global",
+                   DC_CLOBBERS_MEMORY)
+DC_DEFINE_STORE_ANY(st_relaxed_sys, "st.relaxed.sys.global")
 
 #define DC_DEFINE_LOAD(NAME, OP)                \
   template <class T>                            \
@@ -166,19 +162,6 @@ DC_DEFINE_STORE(st_relaxed_gpu, "st.relaxed.gpu.global")
 DC_DEFINE_STORE(st_release_cta, "st.release.cta")
 DC_DEFINE_STORE(st_release_gpu, "st.release.gpu.global")
 DC_DEFINE_STORE(st_release_sys, "st.release.sys.global")
-
-template <class T>
-DC_DEVICE T ld_relaxed_sys(const T* ptr) {
-  static_assert(detail::kIsWordOrVec<T>);
-  DC_DEFINE_LOAD_WORD("ld.relaxed.sys.global", DC_CLOBBERS_MEMORY)
-  DC_DEFINE_LOAD_VEC("ld.relaxed.sys.global", DC_CLOBBERS_MEMORY)
-}
-template <class T>
-DC_DEVICE void st_relaxed_sys(T* ptr, detail::Same<T> value) {
-  static_assert(detail::kIsWordOrVec<T>);
-  DC_DEFINE_STORE_WORD("st.relaxed.sys.global")
-  DC_DEFINE_STORE_VEC("st.relaxed.sys.global")
-}
 
 #define DC_DEFINE_ATOMIC_ADD(NAME, OP)                                                         \
   template <class T>                                                                           \
@@ -352,6 +335,8 @@ DC_HOST_DEVICE constexpr bool fault(Fault) { return false; }
 #undef DC_DEFINE_STORE_VEC
 #undef DC_DEFINE_LOAD
 #undef DC_DEFINE_STORE
+#undef DC_DEFINE_LOAD_ANY
+#undef DC_DEFINE_STORE_ANY
 #undef DC_DEFINE_ATOMIC_ADD
 #undef DC_DEFINE_ATOMIC_CAS
 #undef DC_DEFINE_SHUFFLE

@@ -1,5 +1,4 @@
-// The internode kernels as types, as a target needs them for a launch. kBlocksWait: blocks wait for
-// other blocks, here or at a peer, so all must run at once.
+// The internode kernels as types, as a target needs them for a launch.
 #pragma once
 
 #include "device/internode/barrier.cuh"
@@ -8,58 +7,39 @@
 #include "device/internode/dispatch.cuh"
 #include "device/internode/layout.cuh"
 #include "device/internode/notify.cuh"
+#include "device/layout/kernel_traits.cuh"
 
 namespace deep_comm {
 
-struct InternodeLayoutKernel {
-  using Args = InternodeLayoutArgs;
-  static constexpr Kernel kName = Kernel::kLayout;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { internode_layout(args); }
+struct InternodeLayoutKernel : LocalKernel<InternodeLayoutArgs, Kernel::kLayout, 1024> {
+  DC_DEVICE static void run(const InternodeLayoutArgs& args) { internode_layout(args); }
 };
 
-struct InternodeCountKernel {
-  using Args = InternodeCountArgs;
-  static constexpr Kernel kName = Kernel::kInternodeCount;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { internode_count(args); }
+struct InternodeCountKernel : LocalKernel<InternodeCountArgs, Kernel::kInternodeCount, 1024> {
+  DC_DEVICE static void run(const InternodeCountArgs& args) { internode_count(args); }
 };
 
-struct InternodeNotifyKernel {
-  using Args = InternodeNotifyArgs;
-  static constexpr Kernel kName = Kernel::kInternodeNotify;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { internode_notify(args); }
+struct InternodeNotifyKernel : LocalKernel<InternodeNotifyArgs, Kernel::kInternodeNotify, 1024> {
+  DC_DEVICE static void run(const InternodeNotifyArgs& args) { internode_notify(args); }
 };
 
-struct InternodeBarrierKernel {
-  using Args = InternodeBarrierArgs;
-  static constexpr Kernel kName = Kernel::kBarrier;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = kWarpSize;
-  DC_DEVICE static void run(const Args& args) { internode_barrier(args); }
+struct InternodeBarrierKernel : LocalKernel<InternodeBarrierArgs, Kernel::kBarrier, kWarpSize> {
+  DC_DEVICE static void run(const InternodeBarrierArgs& args) { internode_barrier(args); }
 };
 
 template <bool kIsQuantised>
-struct InternodeDispatchKernel {
-  using Args = InternodeDispatchArgs;
-  static constexpr Kernel kName = Kernel::kInternodeDispatch;
-  static constexpr bool kBlocksWait = true;
-  static constexpr int kMaxThreads = 512;
-  DC_DEVICE static void run(const Args& args) { internode_dispatch<kIsQuantised>(args); }
+struct InternodeDispatchKernel
+    : WaitingKernel<InternodeDispatchArgs, Kernel::kInternodeDispatch, 512> {
+  DC_DEVICE static void run(const InternodeDispatchArgs& args) {
+    internode_dispatch<kIsQuantised>(args);
+  }
 };
 
 template <Dtype kDtype>
-struct InternodeCombineKernel {
-  using Args = InternodeCombineArgs;
-  static constexpr Kernel kName = Kernel::kInternodeCombine;
-  static constexpr bool kBlocksWait = true;
+struct InternodeCombineKernel
+    : WaitingKernel<InternodeCombineArgs, Kernel::kInternodeCombine, 768> {
   // As combine's inside a node: registers for loads of four rows in flight.
-  static constexpr int kMaxThreads = 768;
-  DC_DEVICE static void run(const Args& args) { internode_combine<kDtype>(args); }
+  DC_DEVICE static void run(const InternodeCombineArgs& args) { internode_combine<kDtype>(args); }
 };
 
 }  // namespace deep_comm

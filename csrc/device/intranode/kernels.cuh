@@ -1,5 +1,4 @@
-// The intranode kernels as types, as a target needs them for a launch. kBlocksWait: blocks wait for
-// other blocks, here or at a peer, so all must run at once.
+// The intranode kernels as types, as a target needs them for a launch.
 #pragma once
 
 #include "device/intranode/barrier.cuh"
@@ -14,106 +13,63 @@
 #include "device/intranode/reduce_experts.cuh"
 #include "device/intranode/shrink_barrier.cuh"
 #include "device/intranode/transpose_scales.cuh"
+#include "device/layout/kernel_traits.cuh"
 
 namespace deep_comm {
 
-struct LayoutKernel {
-  using Args = LayoutArgs;
-  static constexpr Kernel kName = Kernel::kLayout;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { get_dispatch_layout(args); }
+struct LayoutKernel : LocalKernel<LayoutArgs, Kernel::kLayout, 1024> {
+  DC_DEVICE static void run(const LayoutArgs& args) { get_dispatch_layout(args); }
 };
 
-struct NotifyKernel {
-  using Args = NotifyArgs;
-  static constexpr Kernel kName = Kernel::kNotifyDispatch;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { notify_dispatch(args); }
+struct NotifyKernel : LocalKernel<NotifyArgs, Kernel::kNotifyDispatch, 1024> {
+  DC_DEVICE static void run(const NotifyArgs& args) { notify_dispatch(args); }
 };
 
 template <bool kIsExpanded, bool kIsQuantised>
-struct DispatchKernel {
-  using Args = DispatchArgs;
-  static constexpr Kernel kName = Kernel::kDispatch;
-  static constexpr bool kBlocksWait = true;
+struct DispatchKernel : WaitingKernel<DispatchArgs, Kernel::kDispatch, 640> {
   // 20 warps leave 96 registers per thread, and let four ranks have four receiving warps each.
-  static constexpr int kMaxThreads = 640;
-  DC_DEVICE static void run(const Args& args) {
+  DC_DEVICE static void run(const DispatchArgs& args) {
     dispatch<DispatchForm<kIsExpanded, kIsQuantised>>(args);
   }
 };
 
 // kIsExpanded: beside ReduceExpertsKernel<kDtype, true>.
 template <Dtype kDtype, bool kIsExpanded>
-struct CombineKernel {
-  using Args = CombineArgs;
-  static constexpr Kernel kName = Kernel::kCombine;
-  static constexpr bool kBlocksWait = true;
+struct CombineKernel : WaitingKernel<CombineArgs, Kernel::kCombine, 832> {
   // 26 warps leave 72 registers per thread: loads of four rows in flight without spilling.
-  static constexpr int kMaxThreads = 832;
   static constexpr bool kBeginsBeside = kIsExpanded;
-  DC_DEVICE static void run(const Args& args) { combine<kDtype, kIsExpanded>(args); }
+  DC_DEVICE static void run(const CombineArgs& args) { combine<kDtype, kIsExpanded>(args); }
 };
 
-struct BarrierKernel {
-  using Args = BarrierArgs;
-  static constexpr Kernel kName = Kernel::kBarrier;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = kWarpSize;
-  DC_DEVICE static void run(const Args& args) { barrier(args); }
+struct BarrierKernel : LocalKernel<BarrierArgs, Kernel::kBarrier, kWarpSize> {
+  DC_DEVICE static void run(const BarrierArgs& args) { barrier(args); }
 };
 
-struct NumberRowsKernel {
-  using Args = NumberRowsArgs;
-  static constexpr Kernel kName = Kernel::kNumberRows;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { number_rows(args); }
+struct NumberRowsKernel : LocalKernel<NumberRowsArgs, Kernel::kNumberRows, 1024> {
+  DC_DEVICE static void run(const NumberRowsArgs& args) { number_rows(args); }
 };
 
-struct ExpandKernel {
-  using Args = ExpandRowsArgs;
-  static constexpr Kernel kName = Kernel::kExpandRows;
-  static constexpr bool kBlocksWait = false;
+struct ExpandKernel : LocalKernel<ExpandRowsArgs, Kernel::kExpandRows, 512> {
   static constexpr bool kBeginsBeside = true;  // the dispatch
-  static constexpr int kMaxThreads = 512;
-  DC_DEVICE static void run(const Args& args) { expand_rows(args); }
+  DC_DEVICE static void run(const ExpandRowsArgs& args) { expand_rows(args); }
 };
 
-struct NumberReceivedKernel {
-  using Args = NumberReceivedArgs;
-  static constexpr Kernel kName = Kernel::kNumberReceived;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { number_received(args); }
+struct NumberReceivedKernel : LocalKernel<NumberReceivedArgs, Kernel::kNumberReceived, 1024> {
+  DC_DEVICE static void run(const NumberReceivedArgs& args) { number_received(args); }
 };
 
-struct ExpandReceivedKernel {
-  using Args = ExpandReceivedArgs;
-  static constexpr Kernel kName = Kernel::kExpandReceived;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { expand_received(args); }
+struct ExpandReceivedKernel : LocalKernel<ExpandReceivedArgs, Kernel::kExpandReceived, 1024> {
+  DC_DEVICE static void run(const ExpandReceivedArgs& args) { expand_received(args); }
 };
 
-struct TransposeScalesKernel {
-  using Args = TransposeScalesArgs;
-  static constexpr Kernel kName = Kernel::kTransposeScales;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 1024;
-  DC_DEVICE static void run(const Args& args) { transpose_scales(args); }
+struct TransposeScalesKernel : LocalKernel<TransposeScalesArgs, Kernel::kTransposeScales, 1024> {
+  DC_DEVICE static void run(const TransposeScalesArgs& args) { transpose_scales(args); }
 };
 
 // kForPeers: inside a node, of tokens that return to peers, for CombineKernel<kDtype, true>.
 template <Dtype kDtype, bool kForPeers>
-struct ReduceExpertsKernel {
-  using Args = ReduceExpertsArgs;
-  static constexpr Kernel kName = Kernel::kReduceExperts;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 640;
-  DC_DEVICE static void run(const Args& args) {
+struct ReduceExpertsKernel : LocalKernel<ReduceExpertsArgs, Kernel::kReduceExperts, 640> {
+  DC_DEVICE static void run(const ReduceExpertsArgs& args) {
     if constexpr (kForPeers) {
       reduce_for_combine<kDtype>(args);
     } else {
@@ -122,12 +78,8 @@ struct ReduceExpertsKernel {
   }
 };
 
-struct ShrinkBarrierKernel {
-  using Args = ShrinkBarrierArgs;
-  static constexpr Kernel kName = Kernel::kShrinkBarrier;
-  static constexpr bool kBlocksWait = false;
-  static constexpr int kMaxThreads = 32;
-  DC_DEVICE static void run(const Args& args) { shrink_barrier(args); }
+struct ShrinkBarrierKernel : LocalKernel<ShrinkBarrierArgs, Kernel::kShrinkBarrier, 32> {
+  DC_DEVICE static void run(const ShrinkBarrierArgs& args) { shrink_barrier(args); }
 };
 
 }  // namespace deep_comm

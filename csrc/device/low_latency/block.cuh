@@ -216,6 +216,34 @@ DC_DEVICE bool await_credit(const Context& context, const LowLatencyBuffer& buff
   return true;
 }
 
+// `announced`: signature << 16 | tokens. Reports it if it is of another operation.
+DC_DEVICE bool is_same_operation(const Context& context, int source, uint32_t announced,
+                                 uint32_t signature) {
+  if (announced >> 16 == signature) return true;
+  report_error(context, {ErrorKind::kConfigMismatch,
+                         {Stage::kAnnounced, Word::kOperation, source, -1},
+                         announced >> 16,
+                         signature,
+                         0,
+                         -1});
+  abort_rank(context);
+  return false;
+}
+
+// What a dispatch says of a column: of all rows that this rank gets in the first, of those of expert
+// column - 1 in the others.
+DC_DEVICE void write_received(const LowLatencyOutputs& out, int column, int32_t num_rows) {
+  if (column > 0) {
+    arch::st_weak(out.recv_count + column - 1, num_rows);
+    if (out.cumulative_stats != nullptr) {
+      int32_t* total = out.cumulative_stats + column - 1;
+      arch::st_weak(total, arch::ld_weak(total) + num_rows);
+    }
+  } else if (out.is_compact) {
+    arch::st_weak(out.num_recv, num_rows);
+  }
+}
+
 // One warp, lane r: waits until source r has begun the same operation. A rank that is not in
 // `sources` has no tokens. Block 0 measures the time for the statistics.
 DC_DEVICE bool await_announcements(const Context& context, const LowLatencyBuffer& buffer,
@@ -236,16 +264,7 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyBuffe
     const int64_t waited_ns = static_cast<int64_t>(arch::globaltimer_ns() - start_ns);
     arch::st_weak(wait_stats + source, arch::ld_weak(wait_stats + source) + waited_ns);
   }
-  if (value >> 16 != signature) {
-    report_error(context, {ErrorKind::kConfigMismatch,
-                           {Stage::kAnnounced, Word::kOperation, source, -1},
-                           value >> 16,
-                           signature,
-                           0,
-                           -1});
-    abort_rank(context);
-    return false;
-  }
+  if (!is_same_operation(context, source, value, signature)) return false;
   memory.header->num_tokens[source] = static_cast<int32_t>(value & 0xffffu);
   return true;
 }

@@ -98,15 +98,7 @@ DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemor
       }
       num_before += count;
     }
-    if (is_expert) {
-      arch::st_weak(out.recv_count + column - 1, static_cast<int32_t>(num_before));
-      if (out.cumulative_stats != nullptr) {
-        int32_t* total = out.cumulative_stats + column - 1;
-        arch::st_weak(total, arch::ld_weak(total) + static_cast<int32_t>(num_before));
-      }
-    } else if (out.is_compact) {
-      arch::st_weak(out.num_recv, static_cast<int32_t>(num_before));
-    }
+    write_received(out, column, static_cast<int32_t>(num_before));
   }
   if (arch::thread_idx() < num_ranks) {
     arch::st_weak(out.recv_tokens + arch::thread_idx(),

@@ -4,32 +4,27 @@
 // (false: no masks), how rows are sent, kRotatesPeers (blocks begin with different peers).
 #pragma once
 
+#include "device/layout/kernel_traits.cuh"
 #include "device/low_latency/combine.cuh"
 #include "device/low_latency/dispatch.cuh"
 
 namespace deep_comm {
 
 template <PayloadFormat kFormat, bool kMayShrink = true, DispatchRows kRows = DispatchRows::kHalves>
-struct LowLatencyDispatchKernel {
-  using Args = LowLatencyDispatchArgs;
-  static constexpr Kernel kName = Kernel::kLowLatencyDispatch;
-  static constexpr bool kBlocksWait = true;
+struct LowLatencyDispatchKernel
+    : WaitingKernel<LowLatencyDispatchArgs, Kernel::kLowLatencyDispatch, 448> {
   static constexpr bool kBeginsEarly = true;
-  static constexpr int kMaxThreads = 448;
-  DC_DEVICE static void run(const Args& args) {
+  DC_DEVICE static void run(const LowLatencyDispatchArgs& args) {
     low_latency_dispatch<kFormat, kMayShrink, kRows>(args);
   }
 };
 
 template <CombineRows kRows, bool kLogFmt = false, bool kMayShrink = true,
           bool kRotatesPeers = false>
-struct LowLatencyCombineKernel {
-  using Args = LowLatencyCombineArgs;
-  static constexpr Kernel kName = Kernel::kLowLatencyCombine;
-  static constexpr bool kBlocksWait = true;
+struct LowLatencyCombineKernel
+    : WaitingKernel<LowLatencyCombineArgs, Kernel::kLowLatencyCombine, 448> {
   static constexpr bool kBeginsEarly = true;
-  static constexpr int kMaxThreads = 448;
-  DC_DEVICE static void run(const Args& args) {
+  DC_DEVICE static void run(const LowLatencyCombineArgs& args) {
     low_latency_combine<kRows, kLogFmt, kMayShrink, kRotatesPeers>(args);
   }
 };

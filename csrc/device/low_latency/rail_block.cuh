@@ -245,16 +245,7 @@ DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyR
       const int64_t waited_ns = static_cast<int64_t>(arch::globaltimer_ns() - start_ns);
       arch::st_weak(wait_stats + source, arch::ld_weak(wait_stats + source) + waited_ns);
     }
-    if (value >> 16 != signature) {
-      report_error(context, {ErrorKind::kConfigMismatch,
-                             {Stage::kAnnounced, Word::kOperation, source, -1},
-                             value >> 16,
-                             signature,
-                             0,
-                             -1});
-      abort_rank(context);
-      ok = false;
-    }
+    ok = is_same_operation(context, source, value, signature);
     num_tokens[source] = static_cast<int32_t>(value & 0xffffu);
   }
   return ok;

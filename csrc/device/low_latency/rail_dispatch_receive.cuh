@@ -114,15 +114,7 @@ DC_DEVICE void find_first_rows(const LowLatencyRailDispatchArgs& args,
       num_before += count;
     }
     if (!is_writing) continue;
-    if (is_expert) {
-      arch::st_weak(out.recv_count + column - 1, static_cast<int32_t>(num_before));
-      if (out.cumulative_stats != nullptr) {
-        int32_t* total = out.cumulative_stats + column - 1;
-        arch::st_weak(total, arch::ld_weak(total) + static_cast<int32_t>(num_before));
-      }
-    } else if (out.is_compact) {
-      arch::st_weak(out.num_recv, static_cast<int32_t>(num_before));
-    }
+    write_received(out, column, static_cast<int32_t>(num_before));
   }
   if (!is_writing) return;
   for (int source = arch::thread_idx(); source < num_ranks; source += arch::num_threads()) {

@@ -18,15 +18,19 @@ TensorSpec selections_of(const OutputForm& form, ElementType type, int64_t num_r
                           : TensorSpec::of(type, {num_rows, form.num_topk});
 }
 
-void set_addresses(DispatchOutputs* out, const OutputForm& form, uintptr_t begin) {
-  const OutputLayout layout = form.layout(out->num_rows);
-  out->x = begin + layout.x;
-  if (form.payload.has_scales()) out->scales = begin + layout.scales;
-  if (form.num_topk > 0) out->topk_idx = begin + layout.topk_idx;
-  if (form.has_weights) out->topk_weights = begin + layout.topk_weights;
-}
-
 }  // namespace
+
+void DispatchOutputs::lie_in(std::shared_ptr<Block> taken, const Memory& memory,
+                             const OutputForm& form) {
+  block = std::move(taken);
+  output_offset = block->offset;
+  const uintptr_t begin = memory.heap_base() + output_offset;
+  const OutputLayout layout = form.layout(num_rows);
+  x = begin + layout.x;
+  if (form.payload.has_scales()) scales = begin + layout.scales;
+  if (form.num_topk > 0) topk_idx = begin + layout.topk_idx;
+  if (form.has_weights) topk_weights = begin + layout.topk_weights;
+}
 
 std::optional<Reservation> Reservation::take(Memory& memory, const OutputForm& form,
                                              int64_t num_rows, size_t routing_bytes,
@@ -59,10 +63,8 @@ void Reservation::shrink(const OutputForm& form, int64_t num_rows) {
 DispatchOutputs Reservation::outputs(const Memory& memory, const OutputForm& form) const {
   DispatchOutputs out;
   out.num_rows = num_rows_;
-  out.output_offset = output_->offset;
+  out.lie_in(output_, memory, form);
   out.src_offset = src_offset();
-  out.block = output_;
-  set_addresses(&out, form, memory.heap_base() + output_->offset);
   out.src_idx = memory.heap_base() + src_offset();
   out.sources = PartMemory::of(memory, sources_);
   if (form.is_expanded) {
@@ -95,7 +97,7 @@ DispatchOutputs allocate_outputs(Memory& memory, const OutputForm& form, int64_t
     out.src_idx = make(TensorSpec::of(kInt32, {num_tokens}), &sources);
     out.sources = PartMemory::of_words(sources);
   }
-  if (form.is_expanded) {
+  if (form.is_expanded && form.makes_handle) {
     MadeTensor placed;
     out.recv_rows = make(TensorSpec::of(kInt32, {num_tokens * form.num_topk}), &placed);
     out.placed = PartMemory::of_words(placed);
@@ -120,9 +122,7 @@ DispatchOutputs cached_outputs(Memory& memory, const PayloadForm& form, int64_t 
   memory.poison(block->offset, block->num_bytes, order);
   DispatchOutputs out;
   out.num_rows = num_rows;
-  out.output_offset = block->offset;
-  set_addresses(&out, rows, memory.heap_base() + block->offset);
-  out.block = std::move(block);
+  out.lie_in(std::move(block), memory, rows);
   return out;
 }
 

@@ -45,6 +45,9 @@ struct DispatchOutputs {
   MadeTensor made_x, made_scales, made_idx, made_weights;  // without a block
   PartMemory sources, placed;                              // of src_idx, of recv_rows
 
+  // As many rows as num_rows, in the region.
+  void lie_in(std::shared_ptr<Block> block, const Memory& memory, const OutputForm& form);
+
   // The caller's tensors.
   struct Tensors {
     Object x, scales, topk_idx, topk_weights;

@@ -53,18 +53,20 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   args.topk_idx_bytes = movement.topk_idx_bytes;
   args.topk_weights = pointer_of<float>(movement.topk_weights);
   // In direct mode the kernel only tests these addresses for null.
-  args.recv_x = pointer_of<uint8_t>(rows == nullptr ? payload.x : rows->x());
+  args.recv_x = pointer_of<uint8_t>(payload.x);
   if (rows != nullptr) {
-    args.recv_x_scales = pointer_of<uint8_t>(rows->scales());
-    args.recv_topk_idx = pointer_of<void>(rows->topk_idx());
-    args.recv_topk_weights = pointer_of<float>(rows->topk_weights());
-    args.num_recv_rows = static_cast<int>(rows->num_rows());
+    const DispatchOutputs& out = rows->output();
+    args.recv_x = pointer_of<uint8_t>(out.x);
+    args.recv_x_scales = pointer_of<uint8_t>(out.scales);
+    args.recv_topk_idx = pointer_of<void>(out.topk_idx);
+    args.recv_topk_weights = pointer_of<float>(out.topk_weights);
+    args.recv_src_idx = pointer_of<int32_t>(out.src_idx);
+    args.num_recv_rows = static_cast<int>(out.num_rows);
+    args.output_line = static_cast<uint32_t>(out.output_offset / kLineBytes);
+    args.src_line = static_cast<uint32_t>(out.src_offset / kLineBytes);
     args.num_forward_rows = static_cast<int>(rows->num_forward_rows());
-    args.output_line = rows->output_line();
-    args.recv_src_idx = pointer_of<int32_t>(rows->recv_src_idx());
     args.recv_src_meta = pointer_of<int32_t>(rows->recv_src_meta());
     args.send_rank_head = pointer_of<int32_t>(rows->send_rank_head());
-    args.src_line = rows->src_line(context);
   }
   if (movement.is_new) {
     args.combine_start = pointer_of<int32_t>(movement.combine_start);
@@ -77,32 +79,21 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   });
 }
 
-// Moves the received tensors into *result.
-void take_results(CallContext& context, const RingPlan& plan, const Payload& payload,
-                  TierRows& rows, CallOrder& order, DispatchResult* result) {
-  result->recv_x = rows.take_x(context);
-  result->recv_topk_idx = rows.take_topk_idx(context);
-  result->recv_topk_weights = rows.take_topk_weights(context);
+// After all rows have come: the caller's tensors.
+void fill_result(CallContext& context, const RingPlan& plan, const Payload& payload,
+                 const OutputForm& form, bool defers_topk, DispatchOutputs out, CallOrder& order,
+                 DispatchResult* result) {
+  Object by_column;
   if (payload.is_column_major) {
-    result->recv_scales = transpose_scales(context, payload.form, rows.scales(), rows.num_rows(),
-                                           plan.num_local_blocks, order);
-  } else {
-    result->recv_scales = rows.take_scales(context);
+    by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
+                                 plan.num_local_blocks, order);
   }
-}
-
-void take_results(CallContext& context, const RingPlan& plan, const Payload& payload,
-                  int64_t num_rows, GatheredRows rows, CallOrder& order, DispatchResult* result) {
-  result->recv_x = std::move(rows.x.tensor);
-  result->recv_topk_idx = std::move(rows.topk_idx.tensor);
-  result->recv_topk_weights = std::move(rows.topk_weights.tensor);
-  if (payload.is_column_major) {
-    result->recv_scales =
-        transpose_scales(context, payload.form, context.memory.non_null(rows.scales.address),
-                         num_rows, plan.num_local_blocks, order);
-  } else {
-    result->recv_scales = std::move(rows.scales.tensor);
-  }
+  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
+  result->recv_x = std::move(tensors.x);
+  result->recv_scales = by_column ? std::move(by_column) : std::move(tensors.scales);
+  result->recv_topk_idx = std::move(tensors.topk_idx);
+  result->recv_topk_weights = std::move(tensors.topk_weights);
+  result->deferred_topk_weights = std::move(tensors.deferred_topk_weights);
 }
 
 // ---- the routing of a handle: no counts to exchange, no wait of the host
@@ -135,11 +126,9 @@ class ReservedCachedTierDispatch : public CheckedCachedTierDispatch {
       : CheckedCachedTierDispatch(std::move(checked)),
         order_(order),
         scratch_(allocate_scratch(context_, payload_, order_)),
-        form_{.payload = payload_.form,
-              .makes_handle = false,
-              .is_scratch = handle_->expansion.has_value()},
-        rows_(TierRows::allocate(context_, form_, handle_->num_recv_rows, handle_->num_forward_rows,
-                                 order_)) {
+        rows_(TierRows::allocate(context_, {.payload = payload_.form, .makes_handle = false},
+                                 handle_->expansion.has_value(), handle_->num_recv_rows,
+                                 handle_->num_forward_rows, order_)) {
     // A handle that was given as ten tensors does not bring them along.
     if (handle_->routing.send_slots != 0 || !rows_.are_in_region()) return;
     const GroupShape& group = context_.group;
@@ -150,7 +139,6 @@ class ReservedCachedTierDispatch : public CheckedCachedTierDispatch {
  protected:
   CallOrder& order_;
   CastScratch scratch_;
-  TierRowForm form_;
   TierRows rows_;
   MadeTensor send_slots_;
 };
@@ -178,15 +166,15 @@ class LaunchedCachedTierDispatch : public ReservedCachedTierDispatch {
   DispatchResult receive() {
     rows_.note_use(context_.region_use);
     DispatchResult result;
-    if (handle_->expansion) {
-      const ExpansionRecord& expansion = *handle_->expansion;
-      GatheredRows gathered = expand_received(
-          context_, rows_, form_, handle_->routing.num_received(context_.group.num_ranks),
-          expansion, request_.flags.zero_padding, true, plan_.num_local_blocks, order_);
-      take_results(context_, plan_, payload_, expansion.num_rows, std::move(gathered), order_,
-                   &result);
+    if (const auto& expansion = handle_->expansion) {
+      DispatchOutputs out = expand_received(
+          context_, rows_, handle_->routing.num_received(context_.group.num_ranks), *expansion,
+          request_.flags.zero_padding, true, plan_.num_local_blocks, order_);
+      fill_result(context_, plan_, payload_, expanded_form(rows_, true), false, std::move(out),
+                  order_, &result);
     } else {
-      take_results(context_, plan_, payload_, rows_, order_, &result);
+      fill_result(context_, plan_, payload_, rows_.form(), false, rows_.take_output(), order_,
+                  &result);
     }
     result.event = order_.finish({payload_.x_object, payload_.scales_object}, &handle_->held);
     return result;
@@ -237,19 +225,18 @@ class ReservedTierDispatch : public CheckedTierDispatch {
         form_{.payload = payload_.form,
               .num_topk = routing_.num_topk,
               .topk_idx_bytes = routing_.topk_idx_bytes,
-              .has_weights = routing_.has_weights(),
-              .is_scratch = flags_.expand} {
+              .has_weights = routing_.has_weights()} {
     reserve_routing();
     const int64_t num_forward = context_.forecast.forwarded_rows(payload_.num_tokens);
     if (is_bounded()) {
       const int64_t num_rows = routing_.num_worst_tokens;
-      rows_ =
-          TierRows::allocate(context_, form_, num_rows, std::max(num_rows, num_forward), order_);
+      rows_ = TierRows::allocate(context_, form_, flags_.expand, num_rows,
+                                 std::max(num_rows, num_forward), order_);
     } else if (context_.has_region() && context_.early_dispatches.is_next()) {
       is_early_ = true;
       // For as many rows as may come, before anybody knows the number.
       for (const int64_t num_rows : context_.forecast.rows(payload_.num_tokens)) {
-        rows_ = TierRows::in_region(context_, form_, num_rows, num_forward, order_);
+        rows_ = TierRows::in_region(context_, form_, flags_.expand, num_rows, num_forward, order_);
         if (rows_) break;
       }
     }
@@ -258,7 +245,7 @@ class ReservedTierDispatch : public CheckedTierDispatch {
  protected:
   CallOrder& order_;
   CastScratch scratch_;
-  TierRowForm form_;
+  OutputForm form_;
   RoutingBlock layout_;
   PartMemory block_;  // of routing
   RoutingAddresses addresses_;
@@ -328,7 +315,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
           is_early_ = false;
           rows_.reset();
           order_.follow_caller();
-          rows_ = TierRows::allocate(context_, form_, counts->num_recv_tokens,
+          rows_ = TierRows::allocate(context_, form_, flags_.expand, counts->num_recv_tokens,
                                      counts->num_forward_tokens, order_);
           move(&*rows_);
         });
@@ -421,28 +408,21 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
       if (counts) {
         for (const int count : counts->num_recv_tokens_per_expert) num_rows += count;
       }
+      const bool needs_experts = !flags_.defers_topk;
       const uintptr_t num_received = addresses_.num_received(context_.group.num_ranks);
-      ReceivedNumbering numbering =
-          number_received(context_, *rows_, form_, num_received,
-                          context_.group.num_local_experts(routing_.num_experts),
-                          routing_.expert_alignment, num_rows, plan_.num_local_blocks, order_);
-      GatheredRows gathered =
-          expand_received(context_, *rows_, form_, num_received, numbering.expansion,
-                          flags_.zero_padding, !flags_.defers_topk, plan_.num_local_blocks, order_);
-      if (flags_.defers_topk) {
-        MadeTensor weights = std::exchange(gathered.topk_weights, {});
-        result.deferred_topk_weights = {{},
-                                        std::move(weights.tensor),
-                                        weights.address,
-                                        TensorSpec::of(kFloat32, {num_rows}),
-                                        {}};
-      }
-      take_results(context_, plan_, payload_, num_rows, std::move(gathered), order_, &result);
+      ReceivedNumbering numbering = number_received(
+          context_, *rows_, num_received, context_.group.num_local_experts(routing_.num_experts),
+          routing_.expert_alignment, num_rows, plan_.num_local_blocks, order_);
+      DispatchOutputs out =
+          expand_received(context_, *rows_, num_received, numbering.expansion, flags_.zero_padding,
+                          needs_experts, plan_.num_local_blocks, order_);
+      fill_result(context_, plan_, payload_, expanded_form(*rows_, needs_experts),
+                  flags_.defers_topk, std::move(out), order_, &result);
       record.num_output_rows = num_rows;
       record.expansion = std::move(numbering.expansion);
       record.held.tensors.push_back(std::move(numbering.storage.tensor));
     } else {
-      take_results(context_, plan_, payload_, *rows_, order_, &result);
+      fill_result(context_, plan_, payload_, form_, false, rows_->take_output(), order_, &result);
     }
     result.event = order_.finish(inputs_, nullptr);
     result.has_counts = true;

@@ -5,11 +5,12 @@
 namespace deep_comm {
 
 ReceivedNumbering number_received(CallContext& context, const TierRows& received,
-                                  const TierRowForm& form, uintptr_t num_received,
-                                  int num_local_experts, int expert_alignment, int64_t num_rows,
-                                  int num_local_blocks, CallOrder& order) {
+                                  uintptr_t num_received, int num_local_experts,
+                                  int expert_alignment, int64_t num_rows, int num_local_blocks,
+                                  CallOrder& order) {
   // The counts come first: a compiled graph takes them as they are (deep_comm/layer/ops.py), and
   // expects a tensor that begins where its memory does.
+  const OutputForm& form = received.form();
   RegionCursor cursor;
   const auto take = [&](int64_t num_words) {
     return cursor.take(static_cast<size_t>(num_words) * sizeof(int32_t));
@@ -35,7 +36,7 @@ ReceivedNumbering number_received(CallContext& context, const TierRows& received
 
   NumberReceivedArgs args{};
   args.rank_prefix_matrix = pointer_of<int32_t>(num_received);
-  args.topk_idx = pointer_of<void>(received.topk_idx());
+  args.topk_idx = pointer_of<void>(received.output().topk_idx);
   args.topk_idx_bytes = form.topk_idx_bytes;
   args.num_tokens_limit = static_cast<int>(expansion.num_tokens_limit);
   args.num_topk = expansion.num_topk;
@@ -51,47 +52,42 @@ ReceivedNumbering number_received(CallContext& context, const TierRows& received
   return numbering;
 }
 
-GatheredRows expand_received(CallContext& context, const TierRows& received,
-                             const TierRowForm& form, uintptr_t num_received,
-                             const ExpansionRecord& expansion, bool zero_padding,
-                             bool needs_experts, int num_local_blocks, CallOrder& order) {
-  Memory& memory = context.memory;
-  const PayloadForm& payload = form.payload;
+OutputForm expanded_form(const TierRows& received, bool needs_experts) {
+  OutputForm form = received.form();
+  form.is_expanded = true;
+  form.makes_handle = false;
+  if (!needs_experts || received.output().topk_idx == 0) form.num_topk = form.topk_idx_bytes = 0;
+  return form;
+}
+
+DispatchOutputs expand_received(CallContext& context, const TierRows& received,
+                                uintptr_t num_received, const ExpansionRecord& expansion,
+                                bool zero_padding, bool needs_experts, int num_local_blocks,
+                                CallOrder& order) {
+  const OutputForm form = expanded_form(received, needs_experts);
+  const DispatchOutputs& from = received.output();
   const int64_t num_rows = expansion.num_rows;
-  GatheredRows rows;
-  rows.x = memory.empty(TensorSpec::of(payload.type, {num_rows, payload.hidden}), order);
-  if (payload.has_scales()) {
-    rows.scales =
-        memory.empty(TensorSpec::of(payload.scale_type, {num_rows, payload.num_scales}), order);
-  }
-  const bool has_experts = needs_experts && received.topk_idx() != 0;
-  if (has_experts)
-    rows.topk_idx = memory.empty(TensorSpec::of(form.topk_idx_type(), {num_rows}), order);
-  if (form.has_weights)
-    rows.topk_weights = memory.empty(TensorSpec::of(kFloat32, {num_rows}), order);
-  const auto address = [&](const MadeTensor& made) {
-    return made.tensor ? memory.non_null(made.address) : 0;
-  };
+  DispatchOutputs rows = allocate_outputs(context.memory, form, num_rows, 0, order);
 
   ExpandReceivedArgs args{};
   args.rank_prefix_matrix = pointer_of<int32_t>(num_received);
-  args.recv_x = pointer_of<uint8_t>(received.x());
-  args.recv_scales = pointer_of<uint8_t>(received.scales());
-  args.recv_weights = pointer_of<float>(received.topk_weights());
+  args.recv_x = pointer_of<uint8_t>(from.x);
+  args.recv_scales = pointer_of<uint8_t>(from.scales);
+  args.recv_weights = pointer_of<float>(from.topk_weights);
   args.expert_offsets = pointer_of<int32_t>(expansion.expert_offsets);
   args.expert_counts = pointer_of<int32_t>(expansion.expert_counts);
   args.num_topk = expansion.num_topk;
   args.num_local_experts = expansion.num_local_experts;
   args.num_tokens_limit = static_cast<int>(expansion.num_tokens_limit);
-  args.row_bytes = payload.row_bytes();
-  args.scale_row_bytes = payload.scale_row_bytes();
-  args.expert_idx_bytes = has_experts ? form.topk_idx_bytes : 0;
+  args.row_bytes = form.payload.row_bytes();
+  args.scale_row_bytes = form.payload.scale_row_bytes();
+  args.expert_idx_bytes = form.topk_idx_bytes;
   args.zero_padding = zero_padding;
   args.output = {.num_rows = static_cast<int>(num_rows),
-                 .x = pointer_of<uint8_t>(address(rows.x)),
-                 .scales = pointer_of<uint8_t>(address(rows.scales)),
-                 .expert_idx = pointer_of<void>(address(rows.topk_idx)),
-                 .weights = pointer_of<float>(address(rows.topk_weights)),
+                 .x = pointer_of<uint8_t>(rows.x),
+                 .scales = pointer_of<uint8_t>(rows.scales),
+                 .expert_idx = pointer_of<void>(rows.topk_idx),
+                 .weights = pointer_of<float>(rows.topk_weights),
                  .recv_rows = pointer_of<int32_t>(expansion.recv_rows)};
   context.launch([&] {
     context.engine.expand_received(args, {num_local_blocks, 1, 1}, order.stream());

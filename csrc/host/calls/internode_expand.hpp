@@ -15,19 +15,17 @@ struct ReceivedNumbering {
   MadeTensor storage;
 };
 ReceivedNumbering number_received(CallContext& context, const TierRows& received,
-                                  const TierRowForm& form, uintptr_t num_received,
-                                  int num_local_experts, int expert_alignment, int64_t num_rows,
-                                  int num_local_blocks, CallOrder& order);
+                                  uintptr_t num_received, int num_local_experts,
+                                  int expert_alignment, int64_t num_rows, int num_local_blocks,
+                                  CallOrder& order);
 
-// [M, H], [M, S], [M], [M]
-struct GatheredRows {
-  MadeTensor x, scales, topk_idx, topk_weights;
-};
-// `received` by expert. What came without top-k has neither experts nor weights; experts only if the
-// caller needs them.
-GatheredRows expand_received(CallContext& context, const TierRows& received,
-                             const TierRowForm& form, uintptr_t num_received,
-                             const ExpansionRecord& expansion, bool zero_padding,
-                             bool needs_experts, int num_local_blocks, CallOrder& order);
+// `received` by expert, in the framework's memory: [M, H], [M, S], [M], [M]. What came without top-k
+// has neither experts nor weights; experts only if the caller needs them.
+DispatchOutputs expand_received(CallContext& context, const TierRows& received,
+                                uintptr_t num_received, const ExpansionRecord& expansion,
+                                bool zero_padding, bool needs_experts, int num_local_blocks,
+                                CallOrder& order);
+// Of such rows.
+OutputForm expanded_form(const TierRows& received, bool needs_experts);
 
 }  // namespace deep_comm

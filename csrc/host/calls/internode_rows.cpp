@@ -9,9 +9,9 @@ void poison_block(CallContext& context, const Block& block, const CallOrder& ord
   context.memory.poison(block.offset, block.num_bytes, order);
 }
 
-std::optional<TierRows> TierRows::in_region(CallContext& context, const TierRowForm& form,
-                                            int64_t num_rows, int64_t num_forward_rows,
-                                            const CallOrder& order) {
+std::optional<TierRows> TierRows::in_region(CallContext& context, const OutputForm& form,
+                                            bool is_scratch, int64_t num_rows,
+                                            int64_t num_forward_rows, const CallOrder& order) {
   if (!context.has_region()) return std::nullopt;
   Memory& memory = context.memory;
   TierRows rows(context.group, form, num_rows, num_forward_rows);
@@ -20,68 +20,48 @@ std::optional<TierRows> TierRows::in_region(CallContext& context, const TierRowF
     rows.source_block_ = memory.take(rows.num_source_bytes(), order, true);
     if (rows.source_block_ == nullptr) return std::nullopt;
   }
-  rows.block_ = memory.take(rows.layout().num_bytes, order, form.is_scratch);
-  if (rows.block_ == nullptr) return std::nullopt;
-  for (const Block* block : {rows.source_block_.get(), rows.block_.get()}) {
-    if (block != nullptr) poison_block(context, *block, order);
+  std::shared_ptr<Block> block = memory.take(form.layout(num_rows).num_bytes, order, is_scratch);
+  if (block == nullptr) return std::nullopt;
+  for (const Block* part : {rows.source_block_.get(), block.get()}) {
+    if (part != nullptr) poison_block(context, *part, order);
   }
-  rows.lay_out_rows(memory.heap_base() + rows.block_->offset);
+  rows.output_.lie_in(std::move(block), memory, form);
   if (form.makes_handle) {
     rows.lay_out_sources(memory.heap_base() + rows.source_block_->offset);
   }
   return rows;
 }
 
-TierRows TierRows::allocate(CallContext& context, const TierRowForm& form, int64_t num_rows,
-                            int64_t num_forward_rows, CallOrder& order) {
-  std::optional<TierRows> rows = in_region(context, form, num_rows, num_forward_rows, order);
+TierRows TierRows::allocate(CallContext& context, const OutputForm& form, bool is_scratch,
+                            int64_t num_rows, int64_t num_forward_rows, CallOrder& order) {
+  std::optional<TierRows> rows =
+      in_region(context, form, is_scratch, num_rows, num_forward_rows, order);
   if (rows) return *std::move(rows);
+  Memory& memory = context.memory;
   TierRows made(context.group, form, num_rows, num_forward_rows);
-  made.make_rows(context, order);
+  OutputForm without_sources = form;
+  without_sources.makes_handle = false;
+  made.output_ = allocate_outputs(memory, without_sources, num_rows, 0, order);
   if (form.makes_handle) {
-    made.source_storage_ = context.memory.empty(
+    made.source_storage_ = memory.empty(
         TensorSpec::of(kUint8, {static_cast<int64_t>(made.num_source_bytes())}), order);
-    made.lay_out_sources(context.memory.non_null(made.source_storage_.address));
+    made.lay_out_sources(memory.non_null(made.source_storage_.address));
   }
   return made;
 }
 
 void TierRows::shrink(const CallContext& context, int64_t num_rows, int64_t num_forward_rows) {
-  num_rows_ = num_rows;
+  const Memory& memory = context.memory;
+  output_.num_rows = num_rows;
   num_forward_rows_ = num_forward_rows;
-  block_->shrink(layout().num_bytes);
+  output_.block->shrink(form_.layout(num_rows).num_bytes);
   source_block_->shrink(num_source_bytes());
-  lay_out_rows(context.memory.heap_base() + block_->offset);
-  lay_out_sources(context.memory.heap_base() + source_block_->offset);
-}
-
-uint32_t TierRows::output_line() const {
-  return block_ == nullptr ? 0 : static_cast<uint32_t>(block_->offset / kLineBytes);
-}
-
-uint32_t TierRows::src_line(const CallContext& context) const {
-  if (source_block_ == nullptr) return 0;
-  return static_cast<uint32_t>((recv_src_idx_ - context.memory.heap_base()) / kLineBytes);
-}
-
-Object TierRows::take_x(CallContext& context) {
-  return tensor(context, x_, form_.payload.type, form_.payload.hidden);
-}
-
-Object TierRows::take_scales(CallContext& context) {
-  return tensor(context, scales_, form_.payload.scale_type, form_.payload.num_scales);
-}
-
-Object TierRows::take_topk_idx(CallContext& context) {
-  return tensor(context, topk_idx_, form_.topk_idx_type(), form_.num_topk);
-}
-
-Object TierRows::take_topk_weights(CallContext& context) {
-  return tensor(context, topk_weights_, kFloat32, form_.num_topk);
+  output_.lie_in(output_.block, memory, form_);
+  lay_out_sources(memory.heap_base() + source_block_->offset);
 }
 
 void TierRows::give_sources(CallContext& context, DispatchRecord& record) {
-  record.num_recv_rows = num_rows_;
+  record.num_recv_rows = num_rows();
   record.num_forward_rows = num_forward_rows_;
   record.routing.send_rank_head = send_rank_head_;
   record.routing.recv_src_meta = recv_src_meta_;
@@ -97,61 +77,28 @@ void TierRows::give_sources(CallContext& context, DispatchRecord& record) {
   };
   add("send_nvl_head", send_rank_head_,
       TensorSpec::of(kInt32, {num_forward_rows_, context.group.ranks_per_node}));
-  add("recv_src_idx", recv_src_idx_, TensorSpec::of(kInt32, {num_rows_}));
-  add("recv_src_meta", recv_src_meta_, TensorSpec::of(kUint8, {num_rows_, 8}));
+  add("recv_src_idx", output_.src_idx, TensorSpec::of(kInt32, {num_rows()}));
+  add("recv_src_meta", recv_src_meta_, TensorSpec::of(kUint8, {num_rows(), 8}));
 }
 
-TierRows::TierRows(const GroupShape& group, const TierRowForm& form, int64_t num_rows,
+TierRows::TierRows(const GroupShape& group, const OutputForm& form, int64_t num_rows,
                    int64_t num_forward_rows)
     : form_(form),
-      num_rows_(num_rows),
+      output_{.num_rows = num_rows},
       num_forward_rows_(num_forward_rows),
       num_head_bytes_(align_block(static_cast<size_t>(num_forward_rows) *
                                   static_cast<size_t>(group.ranks_per_node) * sizeof(int32_t))) {}
 
-OutputLayout TierRows::layout() const {
-  return OutputLayout::make(num_rows_, form_.payload.row_bytes(), form_.payload.scale_row_bytes(),
-                            form_.num_topk, form_.topk_idx_bytes);
-}
-
 // Of the block [ send_rank_head | recv_src_idx | recv_src_meta ].
 size_t TierRows::num_source_bytes() const {
-  return num_head_bytes_ + TierSourceLayout::make(num_rows_).num_bytes;
-}
-
-void TierRows::make_rows(CallContext& context, CallOrder& order) {
-  const auto make = [&](MadeTensor& part, ElementType type, int64_t num_columns) {
-    part = context.memory.empty(TensorSpec::of(type, {num_rows_, num_columns}), order);
-    part.address = context.memory.non_null(part.address);
-  };
-  const PayloadForm& payload = form_.payload;
-  make(x_, payload.type, payload.hidden);
-  if (payload.has_scales()) make(scales_, payload.scale_type, payload.num_scales);
-  if (form_.num_topk > 0) make(topk_idx_, form_.topk_idx_type(), form_.num_topk);
-  if (form_.has_weights) make(topk_weights_, kFloat32, form_.num_topk);
-}
-
-void TierRows::lay_out_rows(uintptr_t base) {
-  const OutputLayout parts = layout();
-  x_.address = base + parts.x;
-  if (form_.payload.has_scales()) scales_.address = base + parts.scales;
-  if (form_.num_topk > 0) topk_idx_.address = base + parts.topk_idx;
-  if (form_.has_weights) topk_weights_.address = base + parts.topk_weights;
+  return num_head_bytes_ + TierSourceLayout::make(num_rows()).num_bytes;
 }
 
 void TierRows::lay_out_sources(uintptr_t base) {
   send_rank_head_ = base;
-  recv_src_idx_ = base + num_head_bytes_;
-  recv_src_meta_ = recv_src_idx_ + TierSourceLayout::make(num_rows_).src_meta;
-}
-
-Object TierRows::tensor(CallContext& context, MadeTensor& part, ElementType type,
-                        int64_t num_columns) {
-  if (part.address == 0) return {};
-  if (block_ == nullptr) return std::move(part.tensor);
-  if (keeper_ == nullptr) keeper_ = context.memory.keep(block_);
-  return context.memory.over(part.address - context.memory.heap_base(),
-                             TensorSpec::of(type, {num_rows_, num_columns}), keeper_);
+  output_.src_idx = base + num_head_bytes_;
+  if (source_block_ != nullptr) output_.src_offset = source_block_->offset + num_head_bytes_;
+  recv_src_meta_ = output_.src_idx + TierSourceLayout::make(num_rows()).src_meta;
 }
 
 }  // namespace deep_comm

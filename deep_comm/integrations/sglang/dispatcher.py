@@ -9,11 +9,13 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 import deep_comm
 from deep_comm import log
@@ -82,7 +84,7 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         self._is_low_latency = False
         self._pending: tuple[Any, ...] = ()
         self._handle: Any = None
-        self._hooks: dict[int, Callable[[Any], object]] = {}
+        self._hooks: OrderedDict[int, Callable[[Any], object]] = OrderedDict()
         self._buffer: deep_comm.Buffer | None = None
 
     @property
@@ -164,11 +166,11 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         if not self._are_formats_given:
             self.formats = sglang.formats(quant_config, self.runner_backend)
 
-    def register_deepep_dispatch_hook(self, hook: Callable[[Any], object]) -> Any:
+    def register_deepep_dispatch_hook(self, hook: Callable[[Any], object]) -> RemovableHandle:
         """``hook(self)`` runs between dispatch_a and dispatch_b of ``dispatch``."""
-        key = max(self._hooks, default=-1) + 1
-        self._hooks[key] = hook
-        return _Registration(self._hooks, key)
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
 
     def _advance(self, wanted: Stage, following: Stage) -> None:
         if self._stage is not wanted:
@@ -252,16 +254,6 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         return sglang.DeepEPLLDispatchOutput(
             rows, scales, topk_ids, topk_weights, masked_m, expected_m
         )
-
-
-class _Registration:
-    """What register_… returns: ``remove()`` takes the hook back."""
-
-    def __init__(self, hooks: dict[int, Callable[[Any], object]], key: int) -> None:
-        self._hooks, self._key = hooks, key
-
-    def remove(self) -> None:
-        self._hooks.pop(self._key, None)
 
 
 def _finish(event: Any, hook: Callable[[], None] | None) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from deep_comm.errors import ArgumentError
 from deep_comm.integrations.vllm import interface as vllm
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Hook = Callable[[], None]
 Pending = Callable[[], T] | tuple[Hook, Callable[[], T]]
@@ -43,6 +45,21 @@ class ExpertOutput:
     topk_ids: Tensor
     apply_router_weight_on_input: bool
     weight_and_reduce_impl: Any
+
+
+def _finished(begin: Callable[P, Pending[T]]) -> Callable[P, T]:
+    """An asynchronous call, and its end."""
+
+    @functools.wraps(begin)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        pending = begin(*args, **kwargs)
+        if isinstance(pending, tuple):
+            hook, receiver = pending
+            hook()
+            return receiver()
+        return pending()
+
+    return call
 
 
 class PrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
@@ -78,24 +95,6 @@ class PrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
     def supports_async(self) -> bool:
         return True
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Prepared:
-        return _received(
-            self.prepare_async(
-                a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input,
-                quant_config, defer_input_quant,
-            )
-        )  # fmt: skip
-
     def prepare_async(
         self,
         a1: Tensor,
@@ -112,22 +111,6 @@ class PrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
             Step(a1, topk_weights, topk_ids, num_experts, quant_config, defer_input_quant)
         )
 
-    def finalize(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
-        _received(
-            self.finalize_async(
-                output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input,
-                weight_and_reduce_impl,
-            )
-        )  # fmt: skip
-
     def finalize_async(
         self,
         output: Tensor,
@@ -140,23 +123,11 @@ class PrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
         handle = self._handles[vllm.dbo_current_ubatch_id()]
         if handle is None:
             raise ArgumentError("finalize", None, "comes after prepare")
-        return self._send_back(
-            ExpertOutput(
-                output,
-                fused_expert_output,
-                topk_weights,
-                topk_ids,
-                apply_router_weight_on_input,
-                weight_and_reduce_impl,
-            ),
-            handle,
-        )
+        given = ExpertOutput(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )  # fmt: skip
+        return self._send_back(given, handle)
 
-
-def _received(pending: Pending[T]) -> T:
-    """Waits for it."""
-    if isinstance(pending, tuple):
-        hook, receiver = pending
-        hook()
-        return receiver()
-    return pending()
+    prepare = _finished(prepare_async)
+    finalize = _finished(finalize_async)

@@ -15,8 +15,9 @@ from layer_cases import LayerCase, build, inputs, random_steps
 from run_by import run_by
 
 from deep_comm import CallInterrupted, PeerTimeout, _core, local, processes
+from deep_comm._core import HostCounters
 from deep_comm.layer import steps
-from deep_comm.layer.host_counters import HostCounters, max_tokens_of_step
+from deep_comm.layer.host_counters import max_tokens_of_step, shared_counters
 from deep_comm.layer.mode import ModeRule
 from deep_comm.ranks.rendezvous import Rendezvous
 
@@ -34,7 +35,7 @@ def test_all_ranks_learn_the_most_that_any_has() -> None:
     """Ranks that fall behind and run ahead, by chance; sometimes two exchanges without any."""
 
     def fn(group: Any) -> list[int]:
-        counters = HostCounters.create(Rendezvous(group))
+        counters = shared_counters(Rendezvous(group))
         assert counters is not None
         own, common = random.Random(group.rank()), random.Random(100)
         learnt = []
@@ -61,7 +62,7 @@ def test_all_ranks_learn_the_most_that_any_has() -> None:
 def test_a_rank_that_has_not_published_is_not_waited_for_and_old_counters_are_no_answer(
     group: Any, /
 ) -> None:
-    counters = HostCounters.create(Rendezvous(group))
+    counters = shared_counters(Rendezvous(group))
     assert counters is not None
     for exchange in (1, 2):
         assert counters.publish(5) == exchange
@@ -77,7 +78,7 @@ def test_a_rank_that_has_not_published_is_not_waited_for_and_old_counters_are_no
 
 def test_a_rank_that_publishes_a_little_later_is_found_and_other_threads_run_meanwhile() -> None:
     def fn(group: Any) -> int:
-        counters = HostCounters.create(Rendezvous(group))
+        counters = shared_counters(Rendezvous(group))
         assert counters is not None
         num_found = 0
         for exchange in range(1, 201):

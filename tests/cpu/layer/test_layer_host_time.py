@@ -13,7 +13,7 @@ import torch
 from layer_cases import LayerCase, build, inputs
 
 from deep_comm import local
-from deep_comm.layer.host_counters import HostCounters
+from deep_comm.layer.host_counters import shared_counters
 
 MAX_ROWS = 256  # of bounded steps
 # What a step adds to the Buffer's dispatch and combine. A prefill step costs less than they do, by
@@ -31,7 +31,7 @@ def _without_launches(body: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
     def main(group: Any) -> Any:
         case = LayerCase(((16,),), max_tokens=64, decode_tokens=32, experts=16, topk=8)
         with build(group, case, max_recv_rows=MAX_ROWS) as layer, torch.inference_mode():
-            layer._steps.use_counters(HostCounters.create(layer.buffer._context.rendezvous))
+            layer._steps.use_counters(shared_counters(layer.buffer._context.rendezvous))
             parts = inputs(case, 0, 0)
             steps = [_raw_decode(layer, parts)]
             steps += [_raw_prefill(layer, parts, bound) for bound in (0, MAX_ROWS)]

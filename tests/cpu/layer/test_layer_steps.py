@@ -19,7 +19,7 @@ import deep_comm
 from deep_comm import ExpertBatch, local
 from deep_comm.errors import ArgumentError
 from deep_comm.layer.construction import most_rows
-from deep_comm.layer.host_counters import HostCounters
+from deep_comm.layer.host_counters import shared_counters
 
 MODES = [("decode", False), ("auto", False), ("prefill", False), ("prefill", True)]
 
@@ -173,7 +173,7 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
 
     def main(group: Any) -> None:
         with build(group, case) as layer, torch.inference_mode():
-            layer._steps.use_counters(HostCounters.create(layer.buffer._context.rendezvous))
+            layer._steps.use_counters(shared_counters(layer.buffer._context.rendezvous))
             counters = layer._steps._host_counters
             x, idx, weights = inputs(case, 0, 0)
             options: Any = dict(mode=mode, bounded=bounded)
@@ -277,7 +277,7 @@ def test_a_captured_step_of_auto_asks_nobody() -> None:
 
     def main(group: Any, log: Any) -> None:
         with build(group, case) as layer, torch.inference_mode():
-            layer._steps.use_counters(HostCounters.create(layer.buffer._context.rendezvous))
+            layer._steps.use_counters(shared_counters(layer.buffer._context.rendezvous))
             counters, experts = layer._steps._host_counters, Experts()
             parts = inputs(case, 0, 0)
             want = layer(*parts, experts)

@@ -50,9 +50,9 @@ def test_two_batches_and_shared_experts_overlap(tmp_path: Path, mode: str) -> No
             assert calls.count(picture.RANGE + name) == 3 * ways  # a layer and batch
         assert any("mm" in span.name for span in spans)
         assert picture.overlapped_share(spans) == 0.0  # one thread does one thing at a time
-        assert (tmp_path / f"{way}.svg").read_text().startswith("<svg")
         assert f"{way}: " in out and "0% hidden behind computation" in out
     if picture.MISSING not in out:
+        assert "<svg" in (tmp_path / "sequential.svg").read_text()
         assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -104,17 +104,13 @@ def _trace(path: Path) -> Path:
     return path
 
 
-def test_the_picture_shows_kernels_by_stream_and_their_overlap(tmp_path: Path) -> None:
+def test_kernels_have_streams_and_overlap(tmp_path: Path) -> None:
     spans = picture.device_spans(_trace(tmp_path / "trace.json"))
     assert [(span.stream, span.begin_us, span.end_us) for span in spans] == [
         (7, 0.0, 10.0), (13, 5.0, 15.0), (7, 12.0, 13.0),
     ]  # fmt: skip
     assert [span.is_communication for span in spans] == [False, True, False]
     assert picture.overlapped_share(spans) == pytest.approx(0.6)
-    drawing = picture.draw(spans, "a <title>")
-    assert drawing.startswith("<svg") and "a &lt;title&gt;" in drawing
-    assert drawing.count(picture.COLOURS[True]) == 2 and "stream 13" in drawing
-    assert "60% of communication beside computation" in drawing
 
 
 def test_a_trace_without_kernels_has_no_spans(tmp_path: Path) -> None:
@@ -129,7 +125,7 @@ def test_the_picture_of_all_ways_has_a_lane_for_each_stream(tmp_path: Path) -> N
         "0.01 ms; communication 0.01 ms, of which 60% hidden behind computation (0.01 ms)"
     )
     file = tmp_path / "overlap.png"
-    assert picture.write_png(file, {"one": spans, "two": spans[:2]}, on_host=False)
+    assert picture.write(file, {"one": spans, "two": spans[:2]}, on_host=False)
     assert file.read_bytes().startswith(b"\x89PNG")
     assert picture._lane_name(13, spans, False) == "stream 13 (comm)"
     assert picture._lane_name(7, spans, False) == "stream 7 (compute)"

@@ -20,6 +20,7 @@ import deep_comm
 from deep_comm import _core, simulate
 from deep_comm.bench.workload import Workload, routing_of
 from deep_comm.errors import ArgumentError
+from deep_comm.ranks.topology import first_expert, num_local_experts
 from deep_comm.scale import low_latency, tables
 from deep_comm.scale.__main__ import main, updated
 from deep_comm.scale.machine import H200, H800
@@ -110,15 +111,77 @@ def wire_of(case: InternodeCase, num_topk: int) -> Wire:
     return Wire.of(config, row_bytes, scales, num_topk, case.hidden * 2)
 
 
+def notify_posts(traffic: Traffic, wire: Wire) -> Posts:
+    """Counts to every other node in one put, with one signal."""
+    first = [
+        first_expert(node * traffic.ranks_per_node, traffic.num_experts, traffic.num_ranks)
+        for node in range(traffic.num_nodes)
+    ]
+    num_experts = torch.diff(torch.tensor([*first, traffic.num_experts])).tolist()
+    sizes = [
+        _core.notify_bytes(wire.num_channels, traffic.ranks_per_node, num) for num in num_experts
+    ]
+    remote = traffic.is_remote.long()
+    return Posts(remote, remote * torch.tensor(sizes), remote)
+
+
+def combine_bounds(traffic: Traffic, wire: Wire) -> tuple[Posts, Posts]:
+    """(fewest, most): a sum per row; how many sums a put holds depends on which are finished."""
+    rows = traffic.to_node * traffic.is_remote[:, :, None]
+    back = traffic.back(rows.sum(2))
+    fewest = traffic.back((-(-rows // wire.batch)).sum(2))
+    # At entry: where that node's sums have places, and that this rank has come.
+    entry = 2 * traffic.is_remote.long()
+    credits = (rows // min(wire.batch, wire.num_slots)).sum(2) + entry
+    num_bytes = back * wire.combine_slot_bytes
+    return Posts(fewest, num_bytes, fewest + credits), Posts(back, num_bytes, back + credits)
+
+
+def dispatch_puts(
+    traffic: Traffic, slot_bytes: int, hands_on: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [R, N], by rank and other node: puts and bytes of this engine's
+    dispatch, counts included.
+
+    Args:
+        hands_on: bool [R], whether a rank sends a token once to a node,
+            and not to every rank there.
+    """
+    num_ranks, num_local = traffic.num_ranks, traffic.ranks_per_node
+    to_ranks = traffic.to_rank.view(num_ranks, -1, num_local).sum(2)
+    rows = torch.where(hands_on[:, None], traffic.to_node.sum(2), to_ranks)
+    counts = torch.tensor(
+        [
+            _core.low_latency_count_bytes(num_local_experts(rank, traffic.num_experts, num_ranks))
+            for rank in range(num_ranks)
+        ]
+    )
+    remote = traffic.is_remote.long()
+    num_bytes = rows * slot_bytes + counts.view(-1, num_local).sum(1)
+    return (rows + num_local) * remote, num_bytes * remote
+
+
+def combine_puts(
+    traffic: Traffic, row_bytes: int, num_topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [R, R], by rank and rank of another node: a sum back for every row, ahead
+    of it the token's weights.
+    """
+    rows = traffic.to_rank * traffic.is_remote.repeat_interleave(traffic.ranks_per_node, 1).long()
+    return rows + rows.t(), rows * 8 * num_topk + rows.t() * row_bytes
+
+
 @pytest.mark.parametrize("seed", range(18))
 def test_predicted_messages_and_bytes_are_those_of_the_simulated_network(seed: int) -> None:
     case = case_of(seed)
     uncached, cached, combined = counted(case)
     wire = wire_of(case, case.topk)
     traffic = traffic_of(case, wire.num_channels)
-    assert_same(uncached, traffic.notify_posts(wire) + traffic.dispatch_posts(wire))
+    told, moved = notify_posts(traffic, wire), traffic.dispatch_posts(wire)
+    both = zip(vars(told).values(), vars(moved).values(), strict=True)
+    assert_same(uncached, Posts(*(one + other for one, other in both)))
     assert_same(cached, traffic.dispatch_posts(wire_of(case, 0)))
-    fewest, most = traffic.combine_bounds(wire)
+    fewest, most = combine_bounds(traffic, wire)
     assert torch.equal(combined.num_put_bytes, fewest.num_put_bytes)
     assert (fewest.num_puts <= combined.num_puts).all() and (
         combined.num_puts <= most.num_puts
@@ -199,8 +262,8 @@ def test_predicted_low_latency_puts_are_those_of_the_simulated_network(seed: int
     hands_on = torch.tensor(num_tokens) >= hand_on
     by_node = sent.view(2, num_ranks, num_nodes, ranks_per_node).sum(3)
     for got, wanted in (
-        (by_node, low_latency.dispatch_puts(traffic, slot_bytes, hands_on)),
-        (back, low_latency.combine_puts(traffic, 2 * hidden, num_topk)),
+        (by_node, dispatch_puts(traffic, slot_bytes, hands_on)),
+        (back, combine_puts(traffic, 2 * hidden, num_topk)),
     ):
         assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
     assert sent[0].sum() > 0

@@ -1,4 +1,5 @@
-"""Puts gloo in NCCL's place: for ranks on the host, and for ranks that share a GPU, which NCCL refuses."""
+"""Puts gloo in NCCL's place, for ranks on the host and for ranks that share a GPU, which NCCL
+refuses."""
 
 from __future__ import annotations
 
