@@ -380,6 +380,9 @@ class TorchFramework(Framework):
         current_stream: Callable[[], int] | None,
     ) -> None: ...
 
+def payload_dtypes(word: int) -> tuple[Any, Any]:
+    """torch.dtypes of x and of its scales (None: without), from the word that ranks compare."""
+
 class Segment:
     """A POSIX shared memory segment, mode 0600, with an unguessable name."""
 

@@ -328,7 +328,7 @@ def _different_arguments(record: ErrorRecord) -> ConfigMismatch:
     if record.kernel.startswith("low_latency"):
         what = (
             "num_max_dispatch_tokens_per_rank, hidden, top-k, num_experts, SMs, the format of the "
-            "rows, or whether weights travel"
+            "rows and their scales, or whether weights travel"
         )
     ranks = "ranks {} and {}".format(*sorted((record.rank, record.peer)))
     if record.seen == 0:
@@ -338,6 +338,19 @@ def _different_arguments(record: ErrorRecord) -> ConfigMismatch:
         {record.rank: record.expected, record.peer: record.seen},
         needs_reset(record),
         f"{ranks} differ in {what}. Compare the calls; DEEP_COMM_LOG=debug logs those of a Buffer",
+    )
+
+
+def _different_dtypes(record: ErrorRecord) -> ConfigMismatch:
+    """Ranks compare the dtypes of x and of its scales as one word."""
+    from deep_comm._core import payload_dtypes
+
+    own, other = payload_dtypes(record.expected), payload_dtypes(record.seen)
+    idx = int(own[0] == other[0])
+    return ConfigMismatch(
+        ("dtype of x", "dtype of the scales")[idx],
+        {record.rank: own[idx], record.peer: other[idx]},
+        needs_reset(record),
     )
 
 
@@ -379,6 +392,8 @@ def from_record(record: ErrorRecord, begun_by_peer: tuple[int, str] = (-1, "")) 
                     record, record.peer, record.peer_kernel, needs_reset(record)
                 )
             return _different_arguments(record)
+        if field == "dtypes":
+            return _different_dtypes(record)
         return ConfigMismatch(field, values, needs_reset(record))
     if record.kind == "expert_index":
         value = record.seen if record.index >= 0 else None

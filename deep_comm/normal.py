@@ -99,8 +99,8 @@ class NormalCalls:
 
         Args:
             x: [T, H] of any dtype, contiguous, rows of a multiple of 16 bytes; or (x, scales) with
-                scales [T, S] of 1, 2, 4 or 8 bytes each, any strides. T may differ between ranks
-                and be 0.
+                scales [T, S] of 1, 2, 4 or 8 bytes each, any strides. All ranks have the same
+                dtypes; T may differ between ranks and be 0.
             handle: of an earlier dispatch: repeat its routing with this x (cached dispatch). Omit
                 the layout and top-k arguments then.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from get_dispatch_layout.

@@ -219,7 +219,7 @@ Tokens LayerCalls::read_tokens(PyObject* given_x, PyObject* given_idx,
   require_tensor("topk_weights", tokens.topk_weights);
   if (x.num_dims != 2 || x.shape[1] != form.hidden || !(x.type == form.type)) {
     refuse_argument("x", given_property(Which::kShapeAndType, x.object),
-                    "must be [T, " + std::to_string(form.hidden) + "] of " + form.type_name);
+                    "must be [tokens, " + std::to_string(form.hidden) + "] of " + form.type_name);
   }
   if (x.shape[0] > form.max_tokens) {
     refuse_argument("x", std::to_string(x.shape[0]) + " tokens",
@@ -227,7 +227,7 @@ Tokens LayerCalls::read_tokens(PyObject* given_x, PyObject* given_idx,
   }
   if (idx.num_dims != 2 || idx.shape[1] != form.num_topk) {
     refuse_argument("topk_idx", given_property(Which::kShape, idx.object),
-                    "must be [T, " + std::to_string(form.num_topk) + "] (num_topk)");
+                    "must be [tokens, " + std::to_string(form.num_topk) + "] (num_topk)");
   }
   return tokens;
 }

@@ -127,7 +127,7 @@ class Engine final : public EngineCalls {
                             int32_t* send_slots, uint64_t stream) override;
   std::optional<TwoTierCounts> wait_internode_counts(bool is_early) override;
   void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
-                          const RailConfig& rail, int num_topk, int row_bytes,
+                          const RailConfig& rail, int num_topk, int dtypes, int row_bytes,
                           uint64_t stream) override;
   void internode_combine(InternodeCombineArgs args, Dtype dtype, const ChannelConfig& config,
                          const RailConfig& rail, int num_topk, int row_bytes,

@@ -145,9 +145,10 @@ class EngineCalls {
   // Empty: the kernel failed. is_early: a dispatch was launched behind the notify, and says whether it
   // has sent.
   virtual std::optional<TwoTierCounts> wait_internode_counts(bool is_early) = 0;
-  // args.output_line, args.src_line: of blocks in the receive region, or 0.
+  // args.output_line, args.src_line: of blocks in the receive region, or 0. dtypes:
+  // PayloadForm::dtypes.
   virtual void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
-                                  const RailConfig& rail, int num_topk, int row_bytes,
+                                  const RailConfig& rail, int num_topk, int dtypes, int row_bytes,
                                   uint64_t stream) = 0;
   virtual void internode_combine(InternodeCombineArgs args, Dtype dtype,
                                  const ChannelConfig& config, const RailConfig& rail, int num_topk,

@@ -251,8 +251,8 @@ std::optional<TwoTierCounts> Engine<Target>::wait_internode_counts(bool is_early
 
 template <class Target>
 void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
-                                        const RailConfig& rail, int num_topk, int row_bytes,
-                                        uint64_t stream) {
+                                        const RailConfig& rail, int num_topk, int dtypes,
+                                        int row_bytes, uint64_t stream) {
   const int scale_row_bytes = args.num_scales * args.scale_bytes;
   args.tiers = tiers_;
   args.message = {row_bytes, scale_row_bytes, num_topk};
@@ -262,7 +262,8 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
   args.num_send_tokens = config.num_send_tokens;
   args.num_rail_send_tokens = rail.num_send_tokens;
   args.num_sender_warps = min_of(Target::kTuning.num_rail_sender_warps, tiers_.num_nodes());
-  const int agreed[] = {row_bytes,
+  const int agreed[] = {dtypes,
+                        row_bytes,
                         scale_row_bytes,
                         num_topk,
                         config.num_channels,
@@ -275,7 +276,7 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
                         args.scale_format.round_scale,
                         args.scale_format.use_ue8m0,
                         args.is_early};
-  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 13);
+  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 14);
   args.sequence = sequence_;
   args.counts = internode_counts_;
   if (args.output_line != 0) {

@@ -187,7 +187,9 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   plan.stages_rows =
       plan.stages_strips &&
       plan.dispatch_shape.row_bytes <= plan.launch.num_threads * static_cast<int>(sizeof(Vec16));
-  const int forms = (options.is_compact ? 1 : 0) | (options.has_weights ? 2 : 0);
+  // Senders round scales, receivers take the exponents of rounded ones; rows do not say which.
+  const int forms = (options.is_compact ? 1 : 0) | (options.has_weights ? 2 : 0) |
+                    (options.round_scale ? 4 : 0) | (options.use_ue8m0 ? 8 : 0);
   plan.dispatch_signature =
       detail::low_latency_signature(Kernel::kLowLatencyDispatch, plan.dispatch_shape, forms);
   for (int rows = 0; rows < 2 * kNumCombineRows; ++rows) {

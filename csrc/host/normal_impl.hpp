@@ -74,6 +74,7 @@ NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
     return args.header.fields[static_cast<int>(name)];
   };
   field(HeaderField::kNumTopk) = options.num_topk;
+  field(HeaderField::kDtypes) = options.dtypes;
   field(HeaderField::kRowBytes) = options.row_bytes;
   field(HeaderField::kScaleRowBytes) = options.scale_row_bytes;
   field(HeaderField::kCast) = options.cast;
@@ -254,7 +255,8 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   args.entry_offset = align_up<size_t>(
       args.direct_barriers_offset + args.num_move_warps * args.direct_stage.warp_barrier_bytes(),
       16);
-  const int agreed[] = {options.row_bytes,
+  const int agreed[] = {options.dtypes,
+                        options.row_bytes,
                         options.num_scales * options.scale_bytes,
                         options.num_topk,
                         config.num_channels,
@@ -266,7 +268,7 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
                         options.is_quantised,
                         options.scale_format.round_scale,
                         options.scale_format.use_ue8m0};
-  args.signature = Operation::signature(Kernel::kDispatch, agreed, 12);
+  args.signature = Operation::signature(Kernel::kDispatch, agreed, 13);
   variant.launch = {
       .num_blocks = config.num_channels,
       .num_threads =

@@ -22,6 +22,7 @@ struct RailConfig {
 
 struct NotifyOptions {
   ChannelConfig channels;
+  int dtypes;  // PayloadForm::dtypes
   int row_bytes;
   int scale_row_bytes;
   int cast;  // PayloadForm::cast
@@ -40,6 +41,7 @@ struct NotifyPlan {
 
 struct DispatchOptions {
   ChannelConfig channels;
+  int dtypes;  // PayloadForm::dtypes
   int row_bytes;
   int scale_bytes;
   int num_scales;

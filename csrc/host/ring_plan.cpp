@@ -29,12 +29,12 @@ ChannelConfig plan_channels(const Config& config, bool is_given, int num_channel
   while (ring_bytes(channels, slots) > resources.num_ring_bytes) {
     if (slots == 1) {
       const size_t num_other_bytes = resources.num_nvl_bytes - resources.num_ring_bytes;
-      refuse_memory(
-          "num_nvl_bytes", resources.num_nvl_bytes, ring_bytes(channels, 1) + num_other_bytes,
-          of_channels + "one slot (" + std::to_string(wanted_bytes) +
-              " bytes hold the default of " + std::to_string(config.num_slots()) +
-              " slots; without rings, and faster, are calls whose rows fit in the receive "
-              "region: what num_nvl_bytes has beyond 64 MiB, from 128 MiB on)");
+      refuse_memory("num_nvl_bytes", resources.num_nvl_bytes, wanted_bytes + num_other_bytes,
+                    of_channels + "the default " + std::to_string(config.num_slots()) +
+                        " slots (with fewer, and slower, from " +
+                        std::to_string(ring_bytes(channels, 1) + num_other_bytes) +
+                        " on). Calls whose rows fit in the receive region are without rings, and "
+                        "faster: it is what num_nvl_bytes has beyond 64 MiB, from 128 MiB on");
     }
     slots /= 2;
   }

@@ -12,7 +12,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from disagreeing import build_alone, call_different_operations, enter_from_a_second_thread
+from disagreeing import (
+    build_alone,
+    call_different_operations,
+    enter_from_a_second_thread,
+    give_different_dtypes,
+)
 from gpu_cases import on_own_device
 from interrupted import (
     INTERNODE,
@@ -149,6 +154,12 @@ def test_ranks_that_call_different_operations_are_told_which(ranks_per_node: int
     for outcome in outcomes(
         on_own_device, 2, call_different_operations, 1, ranks_per_node, timeout_s
     ):
+        assert outcome.error is None, outcome.traceback
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_ranks_that_give_different_dtypes_are_told_which(ranks_per_node: int | None) -> None:
+    for outcome in outcomes(on_own_device, 2, give_different_dtypes, 1, ranks_per_node):
         assert outcome.error is None, outcome.traceback
 
 

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from disagreeing import build_alone, call_different_operations, enter_from_a_second_thread
+from disagreeing import (
+    build_alone,
+    call_different_operations,
+    enter_from_a_second_thread,
+    give_different_dtypes,
+)
 from gpu_cases import run
 
 # Ranks that share a GPU wait for one another's turns.
@@ -24,6 +29,11 @@ def test_ranks_of_two_nodes_that_call_different_operations_are_told_which(
 ) -> None:
     num_ranks = 2 * ranks_per_node
     on_one_device(call_different_operations, num_ranks, num_ranks - 1, ranks_per_node, TIMEOUT_S)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_ranks_that_give_different_dtypes_are_told_which(ranks_per_node: int | None) -> None:
+    on_one_device(give_different_dtypes, 2, 1, ranks_per_node)
 
 
 def test_two_threads_cannot_be_in_one_buffer() -> None:

@@ -310,10 +310,10 @@ class LoggedEngine final : public EngineCalls {
     return engine_.wait_internode_counts(is_early);
   }
   void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
-                          const RailConfig& rail, int num_topk, int row_bytes,
+                          const RailConfig& rail, int num_topk, int dtypes, int row_bytes,
                           uint64_t stream) override {
     launch("internode_dispatch", stream, [=, this] {
-      engine_.internode_dispatch(args, config, rail, num_topk, row_bytes, stream);
+      engine_.internode_dispatch(args, config, rail, num_topk, dtypes, row_bytes, stream);
     });
   }
   void internode_combine(InternodeCombineArgs args, Dtype dtype, const ChannelConfig& config,

@@ -94,6 +94,87 @@ def call_different_operations(
                 buffer.reset()
 
 
+NUM_BYTES = 128  # of a row
+
+
+def _rows(rank: int, kind: Any, device: Any) -> Any:
+    """Five rows of the kind's dtypes; each byte says whose it is. kind: a dtype, or those of x and
+    of its scales."""
+    x_type, scale_type = kind if isinstance(kind, tuple) else (kind, None)
+    of_rows = torch.arange(5, dtype=torch.uint8, device=device).unsqueeze(1) + 16 * (rank + 1)
+    x = of_rows.repeat(1, NUM_BYTES).view(x_type)
+    return x if scale_type is None else (x, of_rows.repeat(1, 16).view(scale_type))
+
+
+def _bytes(given: Any) -> list[torch.Tensor]:
+    return [each.view(torch.uint8) for each in (given if isinstance(given, tuple) else [given])]
+
+
+X, SCALES = "dtype of x", "dtype of the scales"
+# What all ranks but one give, what that one does, and what is named. Rows are equally long.
+DTYPES: list[tuple[Any, Any, str]] = [
+    (torch.bfloat16, torch.float16, X),
+    (torch.bfloat16, torch.float32, X),
+    (torch.float8_e4m3fn, torch.float8_e5m2, X),
+    ((torch.int8, torch.float32), (torch.int8, torch.int32), SCALES),
+    ((torch.int8, torch.float32), (torch.int8, torch.int16), SCALES),
+    ((torch.int8, torch.float32), torch.int8, SCALES),
+    ((torch.int8, torch.float32), (torch.uint8, torch.int32), X),
+]
+
+
+def give_different_dtypes(
+    group: Any,
+    device: Any = "cpu",
+    deviant: int = 1,
+    ranks_per_node: int | None = None,
+    num_direct_bytes: int | None = None,
+    timeout_s: float = 20.0,
+) -> None:
+    """With new routing and a handle's, in the first call and in later ones. All ranks are told, and
+    their next calls move the right bytes."""
+    meeting, rank = Rendezvous(group), group.rank()
+    num_experts = 2 * group.size()
+    routing = tokens(5, num_experts, device=device)
+    del routing["x"]
+    with deep_comm.Buffer(
+        group, 8 << 20, (8 << 20) * (ranks_per_node is not None), num_direct_bytes=num_direct_bytes,
+        device=device, timeout_s=timeout_s, ranks_per_node=ranks_per_node,
+    ) as buffer:  # fmt: skip
+
+        def refuse(*given: Any, **options: Any) -> errors.ConfigMismatch:
+            with pytest.raises(errors.ConfigMismatch) as caught:
+                buffer.dispatch(*given, **options)
+                _finish(buffer)
+            assert not caught.value.needs_reset
+            meeting.barrier()
+            return caught.value
+
+        def require(received: Any, kind: Any) -> None:
+            sent = [_bytes(_rows(source, kind, device)) for source in range(group.size())]
+            is_mine = torch.arange(5, device=device) % num_experts // 2 == rank
+            for part, got in enumerate(_bytes(received)):
+                assert torch.equal(got, torch.cat([rows[part][is_mine] for rows in sent]))
+
+        for right, wrong, field in DTYPES:
+            mine = wrong if rank == deviant else right
+            told = refuse(_rows(rank, mine, device), **routing)
+            assert told.field == field and len(told.values) == 2, told
+            for whose, dtype in told.values.items():
+                kind = wrong if whose == deviant else right
+                dtypes = kind if isinstance(kind, tuple) else (kind, None)
+                assert dtype == dtypes[field == SCALES], told
+                assert f"rank {whose} has {dtype}" in str(told)
+            good = _rows(rank, right, device)
+            received, *_, handle, _ = buffer.dispatch(good, **routing)
+            require(received, right)
+            told = refuse(_rows(rank, mine, device), handle)
+            assert told.field == "the arguments of the operation dispatch with a handle", told
+            assert "a dtype" in str(told)
+            require(buffer.dispatch(good, handle)[0], right)
+            _finish(buffer)
+
+
 def enter_from_a_second_thread(group: Any, device: Any = "cpu") -> list[int]:
     """One comes while another waits for a peer; it is refused, and the other's call goes on."""
     meeting = Rendezvous(group)

@@ -119,10 +119,13 @@ std::optional<ElementType> TorchTypes::of_dtype(PyObject* dtype) const {
 }
 
 PyObject* TorchTypes::dtype_of(ElementType type) const {
-  PyObject* dtype = entries_[static_cast<size_t>(type.id)].dtype;
+  const auto place = static_cast<size_t>(type.id);
+  PyObject* dtype = place < entries_.size() ? entries_[place].dtype : nullptr;
   if (dtype == nullptr) {
+    const bool is_fixed = place < std::size(kFixedTypes);
     fail(CallError::Class::kUnsupported,
-         std::string("this torch has no ") + kFixedTypes[static_cast<size_t>(type.id)].name);
+         "this torch has no " +
+             (is_fixed ? kFixedTypes[place].name : "type " + std::to_string(place)));
   }
   return dtype;
 }

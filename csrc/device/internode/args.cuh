@@ -31,6 +31,7 @@ struct TwoTier {
 enum class RailField : int {
   kNumExperts,
   kNumTopk,
+  kDtypes,  // of x and its scales: PayloadForm::dtypes
   kRowBytes,
   kScaleRowBytes,
   kNumChannels,
@@ -47,6 +48,7 @@ enum class RailField : int {
 inline constexpr const char* kRailFieldNames[] = {
     "num_experts",
     "num_topk",
+    "dtypes",
     "row_bytes (hidden size of x times the size of its elements)",
     "scale_row_bytes (scales of a row times their size)",
     "num_channels (config.num_sms / 2)",

@@ -35,6 +35,7 @@ struct NotifyHeader {
 enum class HeaderField : int {
   kNumExperts,
   kNumTopk,
+  kDtypes,  // of x and its scales: PayloadForm::dtypes
   kRowBytes,
   kScaleRowBytes,
   kNumChannels,
@@ -55,6 +56,7 @@ enum class HeaderField : int {
 inline constexpr const char* kHeaderFieldNames[] = {
     "num_experts",
     "num_topk",
+    "dtypes",
     "row_bytes (hidden size of x times the size of its elements)",
     "scale_row_bytes (scales of a row times their size)",
     "num_channels (config.num_sms)",

@@ -75,7 +75,7 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   const RingPlan& plan = movement.plan;
   context.launch([&] {
     context.engine.internode_dispatch(args, plan.channels, plan.rail, movement.num_topk,
-                                      payload.form.row_bytes(), stream);
+                                      payload.form.dtypes(), payload.form.row_bytes(), stream);
   });
 }
 
@@ -341,6 +341,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
     };
     const PayloadForm& form = payload_.form;
     field(RailField::kNumTopk) = routing_.num_topk;
+    field(RailField::kDtypes) = form.dtypes();
     field(RailField::kRowBytes) = form.row_bytes();
     field(RailField::kScaleRowBytes) = form.scale_row_bytes();
     field(RailField::kCast) = form.cast();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "device/move/quantise.cuh"
 #include "host/tensor.hpp"
@@ -14,6 +15,21 @@ struct ScaleOptions {
   bool round_scale = false;
   bool use_ue8m0 = false;
   bool column_major = false;
+};
+
+// Types of x and of its scales, which ranks compare as one word.
+struct PayloadDtypes {
+  ScalarType x;
+  std::optional<ScalarType> scales;
+
+  int word() const {
+    return static_cast<int>(x) | (scales ? static_cast<int>(*scales) + 1 : 0) << 8;
+  }
+  static PayloadDtypes of(int word) {
+    PayloadDtypes dtypes{static_cast<ScalarType>(word & 0xff), {}};
+    if (word >> 8 != 0) dtypes.scales = static_cast<ScalarType>((word >> 8) - 1);
+    return dtypes;
+  }
 };
 
 // All that payloads of one form have in common; the rest is tokens and addresses.
@@ -29,6 +45,12 @@ struct PayloadForm {
   bool has_scales() const { return num_scales > 0; }
   int row_bytes() const { return static_cast<int>(hidden * type.num_bytes); }
   int scale_bytes() const { return has_scales() ? scale_type.num_bytes : 0; }
+  // Equal on all ranks: PayloadDtypes, of what the caller gave.
+  int dtypes() const {
+    if (is_quantised) return PayloadDtypes{ScalarType::kBfloat16, {}}.word();
+    return PayloadDtypes{type.id, has_scales() ? std::optional(scale_type.id) : std::nullopt}
+        .word();
+  }
   // Equal on all ranks: 0 none, 1 e4m3, 2 with rounded scales, 3 with scales as exponents.
   int cast() const { return is_quantised + scale_format.round_scale + scale_format.use_ue8m0; }
   int scale_row_bytes() const { return num_scales * scale_bytes(); }

@@ -35,6 +35,7 @@ DispatchPlan plan_dispatch(const CallContext& context, const RingPlan& rings,
                            const PayloadForm& form, int num_topk, int topk_idx_bytes,
                            bool makes_handle, bool is_expanded) {
   return context.engine.plan_dispatch({.channels = rings.channels,
+                                       .dtypes = form.dtypes(),
                                        .row_bytes = form.row_bytes(),
                                        .scale_bytes = form.scale_bytes(),
                                        .num_scales = form.num_scales,
@@ -66,6 +67,7 @@ const NewDispatchPlan& plan_of(CallContext& context, const NewDispatchKey& key) 
     plan.rings = plan_rings(context, key.config, form.row_bytes(),
                             scale_row_bytes_of(form, key.is_expanded), key.num_topk, 0);
     plan.notify = context.engine.plan_notify({.channels = plan.rings.channels,
+                                              .dtypes = form.dtypes(),
                                               .row_bytes = form.row_bytes(),
                                               .scale_row_bytes = form.scale_row_bytes(),
                                               .cast = form.cast(),

@@ -126,7 +126,12 @@ FINDINGS = {
         ("hidden size of x times the size of its elements", "rank 0 has 256, rank 1 has 128"), 2,
     ),
     "another dtype": Finding(
-        different(x=X.float()), MISMATCH, ("size of its elements", "rank 1 has 512"), 2
+        different(x=X.float()), MISMATCH,
+        ("dtype of x: rank 0 has torch.bfloat16, rank 1 has torch.float32",), 2,
+    ),
+    "another dtype of equal size": Finding(
+        different(x=X.half()), MISMATCH,
+        ("dtype of x: rank 0 has torch.bfloat16, rank 1 has torch.float16",), 2,
     ),
     "an expert that is none": Finding(
         lambda group: build(group).dispatch(X, **{**ROUTING, "topk_idx": IDX.clone().fill_(9)}),

@@ -180,8 +180,8 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
             want = layer(x, idx, weights, Experts(), **options)
             told = counters.exchange()
             columns = torch.zeros(4, 2 * case.hidden, dtype=x.dtype)
-            rows_rule = "must be [T, 64] of torch.bfloat16"
-            idx_rule = "must be [T, 2] (num_topk)"
+            rows_rule = "must be [tokens, 64] of torch.bfloat16"
+            idx_rule = "must be [tokens, 2] (num_topk)"
             refused: list[tuple[tuple[Any, Any, Any], tuple[str, Any, str]]] = [
                 ((x.float(), idx, weights), ("x", "[4, 64] of torch.float32", rows_rule)),
                 ((x[:, :32], idx, weights), ("x", "[4, 32] of torch.bfloat16", rows_rule)),

@@ -144,6 +144,16 @@ def test_ranks_that_disagree_are_told_and_reset_brings_the_buffer_back(buffer: B
     buffer.reset()
 
 
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@run_by(together_then_pairs)
+def test_ranks_that_round_scales_differently_are_told(buffer: Buffer, /, use_ue8m0: bool) -> None:
+    """Exponents of scales that nobody has rounded would be other scales."""
+    rounded = dict(round_scale=True, use_ue8m0=use_ue8m0) if buffer.rank == 1 else {}
+    with pytest.raises(ConfigMismatch, match="rows and their scales"):
+        dispatch(buffer, use_fp8=True, **rounded)
+    buffer.reset()
+
+
 @run_by(together_then_pairs, timeout_s=2.0)
 def test_a_silent_rank_becomes_a_timeout_and_reset_brings_the_buffer_back(
     buffer: Buffer, /

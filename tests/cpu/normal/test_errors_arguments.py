@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -289,7 +290,7 @@ def test_a_handle_is_refused_for_another_token_count_channel_count_or_group(
 
 
 def test_a_buffer_that_is_too_small_says_how_many_bytes_would_do() -> None:
-    def body(buffer: Buffer) -> int:
+    def body(buffer: Buffer) -> tuple[int, int]:
         given = _inputs()
         layout = _layout(buffer, given["topk_idx"])
         launches = buffer.runtime.num_launches
@@ -297,12 +298,15 @@ def test_a_buffer_that_is_too_small_says_how_many_bytes_would_do() -> None:
             buffer.dispatch(**given, **layout)
         assert str(caught.value.needed_bytes) in str(caught.value)
         assert buffer.runtime.num_launches == launches
-        return caught.value.needed_bytes
+        least = re.search(r"from (\d+) on", str(caught.value))
+        assert least is not None
+        return int(least[1]), caught.value.needed_bytes
 
-    needed = _alone(body, num_nvl_bytes=0)
-    assert needed > 0
-    _alone(_require_working, num_nvl_bytes=needed)
-    assert _alone(body, num_nvl_bytes=needed - 1) == needed
+    least, needed = _alone(body, num_nvl_bytes=0)
+    assert 0 < least < needed
+    for enough in (least, needed):
+        _alone(_require_working, num_nvl_bytes=enough)
+    assert _alone(body, num_nvl_bytes=least - 1) == (least, needed)
 
 
 @run_by(_alone, num_nvl_bytes=4096)

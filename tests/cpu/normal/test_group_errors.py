@@ -1,5 +1,7 @@
 """Errors that need several ranks: disagreement, silence, bad routing, too few rows."""
 
+import functools
+
 import disagreeing
 import pytest
 import torch
@@ -81,6 +83,76 @@ def test_ranks_of_several_nodes_that_call_different_operations_are_told_which(
     group: local.ThreadGroup, /, ranks_per_node: int, deviant: int
 ) -> None:
     disagreeing.call_different_operations(group, deviant=deviant, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize("num_direct_bytes", [0, 2 << 20], ids=["rings", "region"])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node", "deviant"), [(2, None, 1), (3, None, 0), (2, 1, 1), (4, 2, 3)]
+)
+def test_ranks_that_give_different_dtypes_are_told_which(
+    num_ranks: int, ranks_per_node: int | None, deviant: int, num_direct_bytes: int
+) -> None:
+    options = dict(ranks_per_node=ranks_per_node, num_direct_bytes=num_direct_bytes)
+    body = functools.partial(disagreeing.give_different_dtypes, deviant=deviant, **options)
+    local.run(body, num_ranks, timeout_s=120)
+
+
+# Neighbours mostly have the same size.
+EVERY_DTYPE = sorted(
+    (
+        dtype
+        for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+        if not str(dtype).startswith(("torch.qint", "torch.quint"))
+    ),
+    key=lambda dtype: (dtype.itemsize, str(dtype)),
+)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_every_dtype_travels_and_is_told_from_its_neighbour(ranks_per_node: int | None) -> None:
+    def fn(buffer):
+        routing = tokens(5, 6)
+        rows = routing.pop("x").view(torch.uint8)
+        for mine, others in zip(EVERY_DTYPE, EVERY_DTYPE[1:] + EVERY_DTYPE[:1], strict=True):
+            recv_x, *_, handle, _ = buffer.dispatch(rows.view(mine), **routing)
+            assert recv_x.dtype == mine
+            assert buffer.dispatch(rows.view(mine), handle)[0].dtype == mine
+            given = rows.view(others if buffer.rank == 1 else mine)
+            with pytest.raises(errors.ConfigMismatch, match="dtype of x") as caught:
+                buffer.dispatch(given, **routing)
+            assert caught.value.values == {0: mine, 1: others}
+            buffer.group.barrier()  # a rank that comes late may raise PeerTimeout
+            with pytest.raises(errors.ConfigMismatch, match="a dtype"):
+                buffer.dispatch(given, handle)
+            buffer.group.barrier()
+
+    on_pair(fn, ranks_per_node, 2 << 20)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_rows_that_are_cast_are_told_from_rows_that_were(ranks_per_node: int | None) -> None:
+    """By the dtype that the caller gave: both travel as e4m3 with float32 scales."""
+
+    def fn(buffer):
+        routing = tokens(5, 6, 128)
+        x = routing.pop("x")
+        cast = buffer.dispatch(x, **routing, use_fp8=True)
+        if buffer.rank == 1:
+            options = dict(x=(torch.ones(5, 128, dtype=torch.float8_e4m3fn), torch.ones(5, 1)))
+        else:
+            options = dict(x=x, use_fp8=True)
+        with pytest.raises(errors.ConfigMismatch, match="dtype of x") as caught:
+            buffer.dispatch(**options, **routing)
+        assert caught.value.values == {0: torch.bfloat16, 1: torch.float8_e4m3fn}
+        buffer.group.barrier()
+        with pytest.raises(errors.ConfigMismatch, match="a dtype"):
+            buffer.dispatch(**options, handle=cast[-2])
+        buffer.group.barrier()
+        again = buffer.dispatch(x, **routing, use_fp8=True)
+        assert again[3] == cast[3]
+
+    on_pair(fn, ranks_per_node, 0)
 
 
 def test_two_threads_cannot_be_in_one_buffer() -> None:
