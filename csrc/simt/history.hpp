@@ -42,6 +42,7 @@ struct Release {
   Scope scope = Scope::kSys;
   int rank = 0;
   const Block* block = nullptr;
+  bool is_forgotten = false;  // nobody knows by whom it was: it reaches whoever acquires it
   // Not 0: an earlier release of a wider scope, for readers whom this one does not reach.
   uint32_t wider = 0;
 };
@@ -75,7 +76,7 @@ class History {
   Release release(uint32_t number, uint32_t time) const {
     if ((number & kOfTime) != 0) return {.view = all_until(number & ~kOfTime), .rank = -1};
     if (num_releases_ - number < kNumReleases) return releases_[number & (kNumReleases - 1)];
-    return {.view = all_until(time), .rank = -1};
+    return {.view = all_until(time), .rank = -1, .is_forgotten = true};
   }
   // Everything that was stored and loaded until then.
   View all_until(uint32_t time) const {

@@ -96,6 +96,7 @@ uint32_t SimulatedMemory::join_releases(uint32_t earlier, uint32_t later) {
   } else {
     joined.wider = join_releases(first.wider, joined.wider);
   }
+  joined.is_forgotten = joined.is_forgotten || first.is_forgotten;
   joined.view.join(first.view);
   joined.scope = std::min(first.scope, joined.scope);
   return history_.add_release(joined);
@@ -119,7 +120,8 @@ void SimulatedMemory::observe(Fiber* fiber, uint32_t number, uint32_t time, bool
                               Scope scope) {
   if (number == 0) return;
   const Release release = history_.release(number, time);
-  const Scope needed = release.block == block_of(fiber)            ? Scope::kCta
+  const bool reaches_any = release.is_forgotten || release.block == block_of(fiber);
+  const Scope needed = reaches_any                                 ? Scope::kCta
                        : release.rank == grid_of(fiber)->grid.rank ? Scope::kGpu
                                                                    : Scope::kSys;
   if (release.scope < needed) return observe(fiber, release.wider, time, acquires, scope);

@@ -130,10 +130,13 @@ DC_DEVICE void observe(uint64_t* flag, Observe how) {
 
 // One thread writes and publishes, a warp reads. params: how, where the reader is: 0 another rank,
 // 1 another block of rank 0, 2 another warp of the same block; how it observes the flag; which of
-// its lanes reads the data.
+// its lanes reads the data; how many releases of the writer, to another word, come between; 1: and
+// then an atomic on the flag, which continues its release.
 DC_DEVICE void message_passing(const Args& args) {
   uint64_t* flag = args.memory;
   uint64_t* data = args.memory + 64;
+  uint64_t* later = args.memory + 128;
+  const auto num_later = static_cast<uint64_t>(args.params[4]);
   const auto reader = args.params[1];
   const bool first = args.rank == 0 && block_idx() == 0 && thread_idx() == 0;
   const bool reads = (reader == 0 && args.rank == 1 && block_idx() == 0 && warp_idx() == 0) ||
@@ -142,9 +145,15 @@ DC_DEVICE void message_passing(const Args& args) {
   if (first) {
     write_data(data);
     publish(flag, static_cast<Publish>(args.params[0]));
+    for (uint64_t i = 1; i < num_later; ++i) st_release_cta(later, i);
+    if (args.params[5] == 1) atomic_add_relaxed_sys(flag, uint64_t{0});
+    if (num_later != 0) st_release_cta(later, num_later);
   } else if (reads) {
     // What this reads may be what a load gives later.
     for (int i = 0; i < kDataWords; ++i) ld_weak(data + 2 * i);
+    for (uint64_t seen = 0; lane_idx() == 0 && seen != num_later;) {
+      seen = await_change(later, seen, [&] { return ld_relaxed_sys(later); });
+    }
     observe(flag, static_cast<Observe>(args.params[2]));
     if (lane_idx() == args.params[3]) count_stale(args, data, kDataWords);
   }

@@ -8,13 +8,19 @@ from __future__ import annotations
 import litmus
 import pytest
 from litmus import (
+    ACQUIRE_CTA,
+    ACQUIRE_GPU,
     ACQUIRE_SHUFFLE,
     ACQUIRE_SYS,
     ADD_SYS,
     FENCE_SYS,
+    OTHER_BLOCK,
     OTHER_RANK,
+    OTHER_WARP,
     RELAXED,
     RELAXED_STORE,
+    RELEASE_CTA,
+    RELEASE_GPU,
     RELEASE_SYS,
     Litmus,
 )
@@ -56,6 +62,32 @@ def test_no_schedule_shows_what_ptx_forbids(test: Litmus) -> None:
 @pytest.mark.parametrize("test", litmus.ALLOWED, ids=str)
 def test_some_schedule_shows_what_ptx_allows(test: Litmus) -> None:
     assert stale(test) > 0
+
+
+def stale_after_releases(publish: int, reader: int, observe: int, by_atomic: bool) -> int:
+    """Between the flag and its reader come more releases than the machine remembers."""
+    params = [publish, reader, observe, 0, 9000, int(by_atomic)]
+    return stale(Litmus("message_passing", params, 2, 2, 64))
+
+
+@pytest.mark.parametrize("by_atomic", [False, True])
+@pytest.mark.parametrize(
+    ("publish", "reader", "observe"),
+    [
+        (RELEASE_CTA, OTHER_WARP, ACQUIRE_CTA),
+        (RELEASE_GPU, OTHER_BLOCK, ACQUIRE_GPU),
+        (RELEASE_SYS, OTHER_RANK, ACQUIRE_SYS),
+    ],
+)
+def test_a_release_that_is_forgotten_reaches_whoever_acquires_it(
+    publish: int, reader: int, observe: int, by_atomic: bool
+) -> None:
+    assert stale_after_releases(publish, reader, observe, by_atomic) == 0
+
+
+@pytest.mark.parametrize("by_atomic", [False, True])
+def test_a_release_that_is_forgotten_does_not_reach_who_reads_relaxed(by_atomic: bool) -> None:
+    assert stale_after_releases(RELEASE_CTA, OTHER_WARP, RELAXED, by_atomic) > 0
 
 
 def late(test: Litmus, **options: object) -> int:
