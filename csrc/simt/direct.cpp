@@ -15,10 +15,10 @@ constexpr uint32_t kPicksBetweenPolls = 64;
 // Switches inside one warp after another before the others' turn.
 constexpr uint32_t kMaxHotStreak = 1024;
 
-// Cores are often fewer than ranks: the peer that has to act may wait for this very core.
 // Into how many parts a put falls.
 constexpr uint32_t kRailPieces = 2;
 
+// Cores are often fewer than ranks: the peer that has to act may wait for this very core.
 constexpr int kIdleSpins = 4;
 constexpr int kIdleYields = 64;
 constexpr long kMinSleepNs = 2'000;

@@ -46,23 +46,6 @@ DispatchArgs dispatch_args(const DispatchPlan& plan, const Payload& payload,
   return args;
 }
 
-// After all rows have come: the caller's tensors.
-void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
-                 int num_local_blocks, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
-                 DispatchResult* result) {
-  Object by_column;
-  if (payload.is_column_major) {
-    by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
-                                 num_local_blocks, order);
-  }
-  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
-  result->recv_x = std::move(tensors.x);
-  result->recv_scales = by_column ? std::move(by_column) : std::move(tensors.scales);
-  result->recv_topk_idx = std::move(tensors.topk_idx);
-  result->recv_topk_weights = std::move(tensors.topk_weights);
-  result->deferred_topk_weights = std::move(tensors.deferred_topk_weights);
-}
-
 // ---- the routing of a handle: no counts to exchange, no wait of the host
 
 class CheckedCachedDispatch {
@@ -426,6 +409,22 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
 };
 
 }  // namespace
+
+void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
+                 int num_local_blocks, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
+                 DispatchResult* result) {
+  Object by_column;
+  if (payload.is_column_major) {
+    by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
+                                 num_local_blocks, order);
+  }
+  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
+  result->recv_x = std::move(tensors.x);
+  result->recv_scales = by_column ? std::move(by_column) : std::move(tensors.scales);
+  result->recv_topk_idx = std::move(tensors.topk_idx);
+  result->recv_topk_weights = std::move(tensors.topk_weights);
+  result->deferred_topk_weights = std::move(tensors.deferred_topk_weights);
+}
 
 DispatchResult dispatch_in_node(CallContext& context, const DispatchRequest& request) {
   if (request.handle.is_given) {

@@ -49,6 +49,13 @@ struct DispatchResult {
   std::shared_ptr<Event> event;            // null: synchronous
 };
 
+struct OutputForm;
+struct DispatchOutputs;
+// After all rows have come: the caller's tensors.
+void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
+                 int num_local_blocks, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
+                 DispatchResult* result);
+
 // ---- new routing, of either tier
 
 // What a dispatch with new routing is given beside its rows, checked.

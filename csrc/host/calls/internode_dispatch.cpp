@@ -79,23 +79,6 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   });
 }
 
-// After all rows have come: the caller's tensors.
-void fill_result(CallContext& context, const RingPlan& plan, const Payload& payload,
-                 const OutputForm& form, bool defers_topk, DispatchOutputs out, CallOrder& order,
-                 DispatchResult* result) {
-  Object by_column;
-  if (payload.is_column_major) {
-    by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
-                                 plan.num_local_blocks, order);
-  }
-  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
-  result->recv_x = std::move(tensors.x);
-  result->recv_scales = by_column ? std::move(by_column) : std::move(tensors.scales);
-  result->recv_topk_idx = std::move(tensors.topk_idx);
-  result->recv_topk_weights = std::move(tensors.topk_weights);
-  result->deferred_topk_weights = std::move(tensors.deferred_topk_weights);
-}
-
 // ---- the routing of a handle: no counts to exchange, no wait of the host
 
 class CheckedCachedTierDispatch {
@@ -170,11 +153,11 @@ class LaunchedCachedTierDispatch : public ReservedCachedTierDispatch {
       DispatchOutputs out = expand_received(
           context_, rows_, handle_->routing.num_received(context_.group.num_ranks), *expansion,
           request_.flags.zero_padding, true, plan_.num_local_blocks, order_);
-      fill_result(context_, plan_, payload_, expanded_form(rows_, true), false, std::move(out),
-                  order_, &result);
+      fill_result(context_, payload_, expanded_form(rows_, true), plan_.num_local_blocks, false,
+                  std::move(out), order_, &result);
     } else {
-      fill_result(context_, plan_, payload_, rows_.form(), false, rows_.take_output(), order_,
-                  &result);
+      fill_result(context_, payload_, rows_.form(), plan_.num_local_blocks, false,
+                  rows_.take_output(), order_, &result);
     }
     result.event = order_.finish({payload_.x_object, payload_.scales_object}, &handle_->held);
     return result;
@@ -417,13 +400,14 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
       DispatchOutputs out =
           expand_received(context_, *rows_, num_received, numbering.expansion, flags_.zero_padding,
                           needs_experts, plan_.num_local_blocks, order_);
-      fill_result(context_, plan_, payload_, expanded_form(*rows_, needs_experts),
+      fill_result(context_, payload_, expanded_form(*rows_, needs_experts), plan_.num_local_blocks,
                   flags_.defers_topk, std::move(out), order_, &result);
       record.num_output_rows = num_rows;
       record.expansion = std::move(numbering.expansion);
       record.held.tensors.push_back(std::move(numbering.storage.tensor));
     } else {
-      fill_result(context_, plan_, payload_, form_, false, rows_->take_output(), order_, &result);
+      fill_result(context_, payload_, form_, plan_.num_local_blocks, false, rows_->take_output(),
+                  order_, &result);
     }
     result.event = order_.finish(inputs_, nullptr);
     result.has_counts = true;
