@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -145,11 +147,22 @@ def test_ranks_of_one_gpu_get_what_nccl_would_give_them() -> None:
     assert second == dict(common, kept=summed[1:])
 
 
+def num_group_threads() -> int:
+    """Threads of gloo, which free tensors of collectives under the GIL."""
+    found = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # has ended
+            found += "runloop" in (thread / "comm").read_text()
+    return found
+
+
 def exchange_host_copies(group: Any) -> dict[str, list[Any]]:
     """What SGLang asks of torch where its NCCL communicator is not there."""
     sys.path.insert(0, str(runs.IN_SERVER))
     import host_copies  # type: ignore[import-not-found] # noqa: F401
 
+    dist.barrier()  # the threads of its own group begin with the first collective
+    before = num_group_threads()
     rank, every = group.rank(), dist.new_group(backend="host_copies")
     mine = torch.arange(4, dtype=torch.bfloat16).view(2, 2) * 2**rank
     gathered, kept = torch.empty(4, 2).bfloat16(), torch.empty(1, 2).bfloat16()
@@ -161,9 +174,15 @@ def exchange_host_copies(group: Any) -> dict[str, list[Any]]:
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, rank, group=every)
     dist.barrier(group=every)
+    began = num_group_threads() - before
+    dist.destroy_process_group(every)  # `every` still refers to it, as a mesh of torch does
+    deadline = time.monotonic() + 20  # a thread that has been joined stays in /proc for a while
+    while num_group_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.001)
     return dict(
         summed=mine.tolist(), gathered=gathered.tolist(), kept=kept.tolist(),
-        listed=torch.cat(rows).tolist(), objects=objects,
+        listed=torch.cat(rows).tolist(), objects=objects, threads=[began > 0],
+        left=[num_group_threads() - before],
     )  # fmt: skip
 
 
@@ -171,6 +190,7 @@ def test_torchs_group_for_ranks_of_one_gpu_does_what_nccls_would() -> None:
     first, second = processes.run(exchange_host_copies, 2, timeout_s=100)
     summed, gathered = [[0.0, 3.0], [6.0, 9.0]], [[0, 1], [2, 3], [0, 2], [4, 6]]
     common = dict(summed=summed, gathered=gathered, listed=gathered, objects=[0, 1])
+    common |= dict(threads=[True], left=[0])
     assert first == dict(common, kept=summed[:1])
     assert second == dict(common, kept=summed[1:])
 

@@ -47,9 +47,16 @@ class HostCopies(dist.ProcessGroup):
     def barrier(self, opts=None):
         return self.gloo.allreduce([torch.zeros(1)])
 
+    def shutdown(self):
+        """Its threads end here: at the interpreter's end one that frees a tensor would abort it."""
+        del self.gloo
+
+    def _set_group_name(self, name):
+        self.name = name
+
     @property
     def group_name(self):
-        return dist.distributed_c10d._world.pg_names[self]
+        return self.name
 
 
 _NEWER = {  # what torch 2.13 calls them
