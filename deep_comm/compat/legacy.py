@@ -7,6 +7,7 @@ make meaningless are ignored, as there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -68,6 +69,24 @@ def _event(previous_event: Any) -> Any:
     return getattr(previous_event, "event", previous_event)
 
 
+_SMS_OF_CHANNEL = {6: 1, 10: 2}  # by the items of a handle: inside a node, between nodes
+
+
+def _with_sms_of(handle: Any, config: Any) -> Any:
+    """``config`` with as many SMs as the dispatch of ``handle`` had.
+
+    There a dispatch without a Config has as many as the recommended ones, so that its combine may
+    be given one of them; here the engine chooses.
+    """
+    is_handle = isinstance(handle, (tuple, list)) and len(handle) in _SMS_OF_CHANNEL
+    if not (is_handle and isinstance(handle[1], Tensor) and isinstance(config, Config)):
+        return config  # what is wrong is refused by the call
+    num_channels, num_sms = handle[1].shape[-1], _SMS_OF_CHANNEL[len(handle)]
+    if config.num_sms // num_sms == num_channels:
+        return config
+    return dataclasses.replace(config, num_sms=num_channels * num_sms)
+
+
 def _adapted(
     method: Callable[..., Any], extensions: Mapping[str, extended.Extension]
 ) -> Callable[..., Any]:
@@ -86,6 +105,7 @@ def _adapted(
         for name, convert in (("handle", _native), ("previous_event", _event))
         if name in places
     ]
+    may_have_both = "handle" in places and "config" in places
 
     @functools.wraps(method)
     def call(self: Buffer, *arguments: Any, **options: Any) -> Any:
@@ -94,6 +114,15 @@ def _adapted(
             extended.check(f"Buffer.{method.__name__}", extensions, others)
             options = {name: value for name, value in options.items() if name in places}
         given = [*arguments]
+        if may_have_both:
+            # By position only what stands before it is there too.
+            place, handle = places["config"] - 1, options.get("handle")
+            if handle is None and len(given) >= places["handle"]:
+                handle = given[places["handle"] - 1]
+            if place < len(given):
+                given[place] = _with_sms_of(handle, given[place])
+            elif options.get("config") is not None:
+                options["config"] = _with_sms_of(handle, options["config"])
         for place, name, convert in converted:
             if place < len(given):
                 given[place] = convert(given[place])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -57,6 +58,34 @@ def test_scales_in_columns_for_bulk_copies(buffer, x, idx, /) -> None:
         assert recv_sf.stride() == (1, -(-recv_sf.shape[0] // 4) * 4)
         assert recv_sf.dtype == torch.int32
     assert recv_sf[:2].tolist() == [sf[0].tolist(), sf[3].tolist()]
+
+
+@pytest.mark.parametrize("adds_once", [False, True])
+@run_by(local.run, 3, timeout_s=60)
+def test_results_have_no_gradients(group, /, adds_once: bool) -> None:
+    buffer = ElasticBuffer(
+        group, num_max_tokens_per_rank=8, hidden=64, num_topk=2,
+        allow_multiple_reduction=not adds_once,
+    )  # fmt: skip
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    idx = torch.tensor([[0, 1], [1, 2], [2, -1], [3, 0]])
+    weights = torch.ones(4, 2, requires_grad=True)
+    bias = torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)
+    handle = None
+    for expand in (False, True, True):
+        given = {"topk_idx": idx, "num_experts": 4} if handle is None else {"handle": handle}
+        recv, _, recv_weights, handle, _ = buffer.dispatch(
+            x, topk_weights=weights, do_expand=expand, **given
+        )
+        assert not recv.requires_grad and not recv_weights.requires_grad
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            combined, sums, _ = buffer.combine(
+                recv.requires_grad_(), handle, recv_weights.requires_grad_(), bias
+            )
+        assert not combined.requires_grad and not sums.requires_grad
+    group.barrier()
+    buffer.destroy()
 
 
 @run_by(alone)
