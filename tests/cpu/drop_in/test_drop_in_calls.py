@@ -176,6 +176,14 @@ def test_calls_refuse_by_name_what_forks_added(group, /) -> None:
         with pytest.raises(TypeError, match="global_expert_id_offset"):
             dispatched(buffer, global_expert_id_offset=8)
         x, ids, weights = drop_in.routed(0, 4, hidden=512)
+        for name in ("num_experts", "use_fp8", "expand"):
+            with pytest.raises(TypeError, match=f"{name}=1: a keyword of deep_comm.Buffer"):
+                dispatched(buffer, **{name: 1})
+        # Names that would be refused are not proposed.
+        with pytest.raises(TypeError, match="use_fp=1: no release of DeepEP"):
+            dispatched(buffer, use_fp=1)
+        with pytest.raises(TypeError, match=r"num_worst_token=1: did you mean num_worst_tokens\?"):
+            dispatched(buffer, num_worst_token=1)
         decode = (x, ids, 8, drop_in.NUM_EXPERTS)
         for options in (
             {"use_ue8m0_for_sf": True},

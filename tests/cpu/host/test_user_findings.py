@@ -104,6 +104,9 @@ FINDINGS = {
     "a rank outside the group": Finding(
         lambda group: build(-100), ARGUMENT, ("does not contain this process",)
     ),
+    "bytes in the group's place": Finding(
+        lambda group: build(1 << 20), ARGUMENT, ("must be a torch.distributed group", "got int")
+    ),
     "gradients on one rank": Finding(
         gradients_on_one_rank, MISMATCH, ("the operation: rank 0 has '", "rank 1 has '"), 2
     ),
