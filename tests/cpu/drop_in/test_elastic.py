@@ -12,7 +12,7 @@ from run_by import run_by
 
 from deep_comm import local
 from deep_comm.compat.elastic import ElasticBuffer
-from deep_comm.errors import ArgumentError
+from deep_comm.errors import ArgumentError, HandleMismatch
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -112,6 +112,44 @@ def test_metadata_may_be_cut_to_the_rows_that_arrived(buffer, x, idx, /, sync: b
     for wrong in (handle.recv_src_metadata.long(), handle.recv_src_metadata[:, 1:]):
         with pytest.raises(ArgumentError, match="recv_src_metadata"):
             handle.recv_src_metadata = wrong
+
+
+@pytest.mark.parametrize("adds_once", [False, True])
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_combine_takes_rows_that_are_cut_as_their_metadata(
+    ranks_per_node: int | None, adds_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ranks_per_node is not None:
+        monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
+
+    def main(group):
+        buffer = ElasticBuffer(
+            group, num_max_tokens_per_rank=8, hidden=64, num_topk=2,
+            allow_multiple_reduction=not adds_once,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(group.rank())
+        x = torch.randn(5, 64, generator=generator).to(torch.bfloat16)
+        idx = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(5)])
+        recv, _, weights, handle, _ = buffer.dispatch(
+            x, idx, torch.rand(5, 2, generator=generator), num_experts=8, do_cpu_sync=False
+        )
+        wanted, wanted_weights, _ = buffer.combine(recv, handle, weights, bias=x)
+        num_recv = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        handle.recv_src_metadata = handle.recv_src_metadata[:num_recv]
+        for num_rows in (num_recv, recv.shape[0]):
+            combined, sums, _ = buffer.combine(
+                recv[:num_rows].clone(), handle, weights[:num_rows].clone(), bias=x
+            )
+            assert combined.equal(wanted) and sums.equal(wanted_weights)
+            combined, sums, _ = buffer.combine(recv[:num_rows].clone(), handle, bias=x)
+            assert combined.equal(wanted) and sums is None
+        # The metadata do not say so.
+        with pytest.raises(HandleMismatch, match="as many rows"):
+            buffer.combine(recv[: num_recv + 1].clone(), handle)
+        group.barrier()
+        buffer.destroy()
+
+    local.run(main, 2, timeout_s=60)
 
 
 @pytest.mark.parametrize("sync", [False, True])
