@@ -81,6 +81,11 @@ FINDINGS = {
         lambda group: build(group, 0).dispatch(X, **ROUTING), errors.BufferTooSmall,
         ("without rings, and faster", "receive region", "num_nvl_bytes", "Buffer.for_shape finds"),
     ),
+    "nodes without bytes between them": Finding(
+        lambda group: build(group, ranks_per_node=1).dispatch(X, **ROUTING), errors.BufferTooSmall,
+        ("num_rdma_bytes must be at least 3", "of 258 slots to each of 2 nodes", "with fewer, and"),
+        2,
+    ),
     "low latency without memory": Finding(
         lambda group: build(group, low_latency_mode=True), ARGUMENT,
         ("num_rdma_bytes must be get_low_latency_rdma_size_hint",),
