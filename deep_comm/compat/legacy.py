@@ -197,7 +197,8 @@ class Buffer(deep_comm.Buffer):
             enable_shrink, comm = bool(explicitly_destroy), enable_shrink
             explicitly_destroy = use_fabric
         allocated_bytes = num_rdma_bytes
-        if low_latency_mode:
+        # What is no number of bytes is refused below; another rank's hint must not stand for it.
+        if low_latency_mode and isinstance(num_rdma_bytes, int) and num_rdma_bytes > 0:
             allocated_bytes = hints.bytes_to_allocate(
                 group, comm, num_rdma_bytes, bool(enable_shrink), own.get("timeout_s")
             )

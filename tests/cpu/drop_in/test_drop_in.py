@@ -334,6 +334,20 @@ def test_low_latency_memory_agrees_though_one_rank_alone_asked_for_the_hint() ->
     assert hints.bytes_to_allocate(None, Comm(2, allgather), hint) == region_bytes(2, 64, 1024)
 
 
+@pytest.mark.parametrize("wrong", [-5, 0, "1"])
+def test_low_latency_memory_of_no_size_is_refused_though_another_rank_knows_the_shape(
+    wrong: object,
+) -> None:
+    def body(group: local.ThreadGroup) -> None:
+        hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 4)
+        is_wrong = group.rank() == 1
+        error = deep_comm.ArgumentError if is_wrong else deep_comm.PeerLost
+        with pytest.raises(error, match="num_rdma_bytes" if is_wrong else "rank 1"):
+            deep_ep.Buffer(group, 0, wrong if is_wrong else hint, low_latency_mode=True)
+
+    local.run(body, 2, timeout_s=60)
+
+
 @pytest.mark.parametrize("enable_shrink", [False, True])
 def test_low_latency_memory_of_many_ranks_has_room_for_masks(
     enable_shrink: bool, monkeypatch: pytest.MonkeyPatch
