@@ -58,11 +58,14 @@ _OWN_OPTIONS = tuple(
 )
 
 
-def _native(handle: Any) -> Any:
+# What becomes of an argument in a call with ``handle``, if it has one.
+
+
+def _native(given: Any, handle: Any) -> Any:
     return handle.native if type(handle) is HandleTuple else handle
 
 
-def _event(previous_event: Any) -> Any:
+def _event(previous_event: Any, handle: Any) -> Any:
     """Anything with an ``event`` will do, as there; without one there is nothing to wait for."""
     if previous_event is None or isinstance(previous_event, (EventHandle, EventOverlap)):
         return previous_event
@@ -72,7 +75,7 @@ def _event(previous_event: Any) -> Any:
 _SMS_OF_CHANNEL = {6: 1, 10: 2}  # by the items of a handle: inside a node, between nodes
 
 
-def _with_sms_of(handle: Any, config: Any) -> Any:
+def _with_sms_of(config: Any, handle: Any) -> Any:
     """``config`` with as many SMs as the dispatch of ``handle`` had.
 
     There a dispatch without a Config has as many as the recommended ones, so that its combine may
@@ -100,12 +103,13 @@ def _adapted(
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
     places = {parameter.name: place for place, parameter in enumerate(known)}
+    converters = {"handle": _native, "config": _with_sms_of, "previous_event": _event}
     converted = [
         (places[name] - 1, name, convert)  # without self
-        for name, convert in (("handle", _native), ("previous_event", _event))
+        for name, convert in converters.items()
         if name in places
     ]
-    may_have_both = "handle" in places and "config" in places
+    place_of_handle = places.get("handle", len(known) + 1) - 1
 
     @functools.wraps(method)
     def call(self: Buffer, *arguments: Any, **options: Any) -> Any:
@@ -114,20 +118,13 @@ def _adapted(
             extended.check(f"Buffer.{method.__name__}", extensions, others)
             options = {name: value for name, value in options.items() if name in places}
         given = [*arguments]
-        if may_have_both:
-            # By position only what stands before it is there too.
-            place, handle = places["config"] - 1, options.get("handle")
-            if handle is None and len(given) >= places["handle"]:
-                handle = given[places["handle"] - 1]
-            if place < len(given):
-                given[place] = _with_sms_of(handle, given[place])
-            elif options.get("config") is not None:
-                options["config"] = _with_sms_of(handle, options["config"])
+        is_given = place_of_handle < len(given)
+        handle = given[place_of_handle] if is_given else options.get("handle")
         for place, name, convert in converted:
             if place < len(given):
-                given[place] = convert(given[place])
+                given[place] = convert(given[place], handle)
             elif name in options:
-                options[name] = convert(options[name])
+                options[name] = convert(options[name], handle)
         return method(self, *given, **options)
 
     own = inspect.Parameter("extensions", inspect.Parameter.VAR_KEYWORD)
