@@ -170,8 +170,8 @@ class EventOverlap:
         if release_handle:
             self.event = self.extra_tensors = None
 
-    def register_hook_after_wait(self, hook: Callable[[], object]) -> None:
-        """Let the next wait call ``hook`` when it has queued the waiting. One hook at a time.
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Let the next wait call the hook when it has queued the waiting. One hook at a time.
 
         Examples:
             >>> event = deep_comm.EventOverlap(deep_comm.EventHandle())
@@ -179,8 +179,8 @@ class EventOverlap:
             >>> event.current_stream_wait()
         """
         if self.hook_after_wait is not None:
-            raise ArgumentError("hook", None, "is there already, and only one may be")
-        self.hook_after_wait = hook
+            raise ArgumentError("hook_after_wait", None, "is there already, and only one may be")
+        self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """``with event(release_handle=True): ...``"""

@@ -32,7 +32,7 @@ from deep_comm.context.stats import BufferStats
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
 from deep_comm.ranks.topology import num_local_experts
-from deep_comm.settings import checks
+from deep_comm.settings import checks, integers
 from deep_comm.tuning import DEFAULT_NUM_SMS
 
 __all__ = ["EPHandle", "ElasticBuffer", "get_logical_domain_size", "get_physical_domain_size"]
@@ -98,12 +98,13 @@ class ElasticBuffer(ElasticCalls, Refused):
         timeout_s = checks.timeout_s("num_gpu_timeout_secs", num_gpu_timeout_secs)
         topology = topology_of(group, timeout_s)
         num_nvl_bytes, num_rdma_bytes = shared_out(num_bytes, topology, hidden)
+        num_allocated_qps = num_allocated_qps or _DEFAULT_NUM_QPS
         with log.used_by("deep_ep.ElasticBuffer"):
             self._buffer = deep_comm.Buffer(
                 group,
                 num_nvl_bytes,
                 num_rdma_bytes,
-                num_qps_per_rank=num_allocated_qps or _DEFAULT_NUM_QPS,
+                num_qps_per_rank=num_allocated_qps,
                 explicitly_destroy=explicitly_destroy,
                 timeout_s=timeout_s,
                 device=device,
@@ -214,11 +215,8 @@ class ElasticBuffer(ElasticCalls, Refused):
         return min(wanted, context.backend.max_sms or wanted)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Queues to each other node; at least one, as callers expect, though a node inside has
-        none."""
-        if self.num_rdma_ranks > 1:
-            return self.num_allocated_qps or _DEFAULT_NUM_QPS
-        return max(self.num_allocated_qps, 1)
+        """``num_allocated_qps``: calls use all queues, of which there are none inside a node."""
+        return self.num_allocated_qps
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """(nodes, ranks per node)."""
@@ -300,6 +298,8 @@ class ElasticBuffer(ElasticCalls, Refused):
             previous_event, previous_event_before_epilogue, allocate_on_comm_stream,
             async_with_compute_stream,
         )  # fmt: skip
+        if do_zero_padding and not do_expand:
+            raise ArgumentError("do_zero_padding", True, "needs do_expand")
         rows = Rows(do_expand, do_zero_padding, use_tma_aligned_col_major_sf)
         if handle is not None:
             handle = _checked(handle)
@@ -399,11 +399,12 @@ class ElasticBuffer(ElasticCalls, Refused):
     # ---- rules ---------------------------------------------------------------------------------
 
     def _num_max_tokens(self, given: int | None, x: Any) -> int:
-        value = self.num_max_tokens_per_rank if given is None else given
-        if not isinstance(value, int) or value < 1:
-            raise ArgumentError(
-                "num_max_tokens_per_rank", value, "must be at least 1, here or in the constructor"
-            )
+        value = integers.require(
+            "num_max_tokens_per_rank",
+            self.num_max_tokens_per_rank if given is None else given,
+            1,
+            note=", here or in the constructor",
+        )
         first = x[0] if isinstance(x, (tuple, list)) and x else x
         if isinstance(first, Tensor) and first.shape[0] > value:
             raise ArgumentError(
@@ -420,8 +421,11 @@ def _timing(
         raise ArgumentError(
             "previous_event", None, "needs allocate_on_comm_stream=True in ElasticBuffer"
         )
-    given = (unwrap(previous), unwrap(before_epilogue))
-    return Timing([event for event in given if event is not None], is_async)
+    first, second = unwrap(previous), unwrap(before_epilogue)
+    if second is not None:
+        # Without the first the call runs after the current stream, and after the second.
+        return Timing([first or EventHandle(), second], is_async)
+    return Timing([] if first is None else [first], is_async)
 
 
 def _checked(handle: Any) -> EPHandle:

@@ -229,7 +229,10 @@ class ElasticCalls:
         bias: Tensor | tuple[Tensor, Tensor] | None,
         timing: Timing,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        is_plain = not handle.do_expand and topk_weights is None
+        num_cut = max(handle.num_cut_rows, 0)
+        if handle.do_expand or x.shape[0] != handle.num_recv_tokens - num_cut:
+            num_cut = 0
+        is_plain = not handle.do_expand and topk_weights is None and num_cut == 0
         is_engines = handle.is_expanded_by_engine and not handle.is_metadata_lent
         by_selection = handle.do_expand and not self.allow_multiple_reduction
         is_added_once = by_selection or (
@@ -242,8 +245,13 @@ class ElasticCalls:
             return self._buffer.combine(
                 x, handle.native, topk_weights, bias, topk_idx=order, **timing.as_options()
             )
+        inputs = tensors(x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
         section = Section(self._buffer, timing.events, timing.is_async)
         with section:
+            if num_cut > 0:
+                x = torch.nn.functional.pad(x, (0, 0, 0, num_cut))
+                if topk_weights is not None:
+                    topk_weights = torch.nn.functional.pad(topk_weights, (0, 0, 0, num_cut))
             if is_added_once:
                 combined_x, combined_weights = self._add_once(
                     x, topk_weights, bias, handle, by_selection
@@ -253,9 +261,8 @@ class ElasticCalls:
                 combined_x, combined_weights, _ = self._buffer.combine(
                     rows, native, weights, bias, topk_idx=order
                 )
-        inputs = tensors(x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
-        inputs += handle.tensors()
-        return combined_x, combined_weights, section.finish(inputs, [combined_x, combined_weights])
+        event = section.finish([*inputs, *handle.tensors()], [combined_x, combined_weights])
+        return combined_x, combined_weights, event
 
     def _rows_for_combine(
         self, x: Tensor, topk_weights: Tensor | None, handle: EPHandle

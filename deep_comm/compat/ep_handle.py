@@ -214,13 +214,19 @@ class EPHandle:
         )
 
     @property
+    def num_cut_rows(self) -> int:
+        """By which a caller has made recv_src_metadata shorter; negative: longer."""
+        metadata = self._fields.get(_METADATA)
+        return 0 if metadata is None else self.num_recv_tokens - metadata.shape[0]
+
+    @property
     def slots(self) -> Tensor:
         """int32 [N, K], of recv_src_metadata as it is now; -1 past its end."""
         slots = self._field(_METADATA, self._metadata)[:, 2:]
-        num_missing = self.num_recv_tokens - slots.shape[0]
-        if num_missing == 0:
+        num_cut = self.num_cut_rows
+        if num_cut == 0:
             return slots
-        return torch.nn.functional.pad(slots, (0, 0, 0, num_missing), value=-1)
+        return torch.nn.functional.pad(slots, (0, 0, 0, num_cut), value=-1)
 
     def materialise(self) -> list[Tensor]:
         """Makes the fields now, for a CUDA graph to hold; returns them."""
@@ -285,7 +291,8 @@ class EPHandle:
         for each selection its expanded row, or -1. Rows that did not arrive hold -1.
 
         Expanded combine reads the last K columns: callers that have summed rows themselves may
-        rewrite them in place. The whole may be set as well, with as many rows as arrived or more.
+        rewrite them in place. The whole may be set as well, with as many rows as arrived or more;
+        combine then takes x with as many rows too.
         """
         self._is_metadata_lent = True
         return self._field(_METADATA, self._metadata)

@@ -76,8 +76,14 @@ def check(function: str, known: Mapping[str, Extension], given: Mapping[str, Any
 
 
 def _unknown(function: str, name: str) -> str:
-    method = getattr(deep_comm.Buffer, function.partition(".")[2] or "__init__")
-    near = difflib.get_close_matches(name, inspect.signature(method).parameters, 1)
+    _, _, method = function.partition(".")
+    parameters = inspect.signature(getattr(deep_comm.Buffer, method or "__init__")).parameters
+    if name in parameters:
+        return "a keyword of deep_comm.Buffer, which DeepEP has not: import Buffer from deep_comm"
+    # Those of the constructor are taken.
+    own = inspect.Parameter.KEYWORD_ONLY if method else None
+    known = [each.name for each in [*parameters.values()][1:] if each.kind is not own]
+    near = difflib.get_close_matches(name, known, 1)
     if near:
         return f"did you mean {near[0]}?"
     return "no release of DeepEP that deep_comm follows has this keyword"

@@ -7,6 +7,7 @@ make meaningless are ignored, as there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -57,15 +58,36 @@ _OWN_OPTIONS = tuple(
 )
 
 
-def _native(handle: Any) -> Any:
+# What becomes of an argument in a call with ``handle``, if it has one.
+
+
+def _native(given: Any, handle: Any) -> Any:
     return handle.native if type(handle) is HandleTuple else handle
 
 
-def _event(previous_event: Any) -> Any:
+def _event(previous_event: Any, handle: Any) -> Any:
     """Anything with an ``event`` will do, as there; without one there is nothing to wait for."""
     if previous_event is None or isinstance(previous_event, (EventHandle, EventOverlap)):
         return previous_event
     return getattr(previous_event, "event", previous_event)
+
+
+_SMS_OF_CHANNEL = {6: 1, 10: 2}  # by the items of a handle: inside a node, between nodes
+
+
+def _with_sms_of(config: Any, handle: Any) -> Any:
+    """``config`` with as many SMs as the dispatch of ``handle`` had.
+
+    There a dispatch without a Config has as many as the recommended ones, so that its combine may
+    be given one of them; here the engine chooses.
+    """
+    is_handle = isinstance(handle, (tuple, list)) and len(handle) in _SMS_OF_CHANNEL
+    if not (is_handle and isinstance(handle[1], Tensor) and isinstance(config, Config)):
+        return config  # what is wrong is refused by the call
+    num_channels, num_sms = handle[1].shape[-1], _SMS_OF_CHANNEL[len(handle)]
+    if config.num_sms // num_sms == num_channels:
+        return config
+    return dataclasses.replace(config, num_sms=num_channels * num_sms)
 
 
 def _adapted(
@@ -81,11 +103,13 @@ def _adapted(
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
     places = {parameter.name: place for place, parameter in enumerate(known)}
+    converters = {"handle": _native, "config": _with_sms_of, "previous_event": _event}
     converted = [
         (places[name] - 1, name, convert)  # without self
-        for name, convert in (("handle", _native), ("previous_event", _event))
+        for name, convert in converters.items()
         if name in places
     ]
+    place_of_handle = places.get("handle", len(known) + 1) - 1
 
     @functools.wraps(method)
     def call(self: Buffer, *arguments: Any, **options: Any) -> Any:
@@ -94,11 +118,13 @@ def _adapted(
             extended.check(f"Buffer.{method.__name__}", extensions, others)
             options = {name: value for name, value in options.items() if name in places}
         given = [*arguments]
+        is_given = place_of_handle < len(given)
+        handle = given[place_of_handle] if is_given else options.get("handle")
         for place, name, convert in converted:
             if place < len(given):
-                given[place] = convert(given[place])
+                given[place] = convert(given[place], handle)
             elif name in options:
-                options[name] = convert(options[name])
+                options[name] = convert(options[name], handle)
         return method(self, *given, **options)
 
     own = inspect.Parameter("extensions", inspect.Parameter.VAR_KEYWORD)
@@ -168,7 +194,8 @@ class Buffer(deep_comm.Buffer):
             enable_shrink, comm = bool(explicitly_destroy), enable_shrink
             explicitly_destroy = use_fabric
         allocated_bytes = num_rdma_bytes
-        if low_latency_mode:
+        # What is no number of bytes is refused below; another rank's hint must not stand for it.
+        if low_latency_mode and isinstance(num_rdma_bytes, int) and num_rdma_bytes > 0:
             allocated_bytes = hints.bytes_to_allocate(
                 group, comm, num_rdma_bytes, bool(enable_shrink), own.get("timeout_s")
             )

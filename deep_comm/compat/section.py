@@ -14,7 +14,8 @@ from deep_comm.events import EventHandle, EventOverlap
 
 class Section:
     """Everything inside runs on the Buffer's communication stream, after ``events`` if there are
-    any, else after the current stream. On the host target nothing is special.
+    any, else after the current stream; on the host target there are no streams. Gradients end here,
+    as they do in the calls of the engine.
 
     ``finish`` makes the current stream wait for it, or returns the event to wait for.
     """
@@ -23,8 +24,10 @@ class Section:
         self._comm = buffer.get_comm_stream() if buffer.device.type == "cuda" else None
         self._events = list(events)
         self._is_async = is_async
+        self._no_grad = torch.no_grad()
 
     def __enter__(self) -> Section:
+        self._no_grad.__enter__()
         if self._comm is not None:
             self._compute = torch.cuda.current_stream(self._comm.device)
             for event in self._events:
@@ -38,6 +41,7 @@ class Section:
     def __exit__(self, *raised: Any) -> None:
         if self._comm is not None:
             self._scope.__exit__(*raised)
+        self._no_grad.__exit__(*raised)
 
     def finish(
         self, inputs: Iterable[Tensor | None], outputs: Iterable[Tensor | None]

@@ -202,6 +202,9 @@ class _MpiComm:
         return [peer for peer in absent if peer not in for_a_while] or absent
 
 
+_NON_GROUP_MEMBER = -100  # torch.distributed's: what new_group returns then
+
+
 def _adapt(group: Any, comm: Any) -> RankGroup:
     if (group is None) == (comm is None):
         given = "neither" if group is None else "both"
@@ -217,7 +220,7 @@ def _adapt(group: Any, comm: Any) -> RankGroup:
         return group
     if callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None)):
         return _TorchGroup(group)
-    if isinstance(group, int):  # what new_group returns then
+    if group == _NON_GROUP_MEMBER:
         raise ArgumentError("group", None, "does not contain this process (NON_GROUP_MEMBER)")
     raise ArgumentError(
         "group",

@@ -47,9 +47,13 @@ RingPlan make_plan(const CallContext& context, const TwoTierKey& key,
   const size_t most_bytes = context.rings.num_rdma_bytes;
   while (!is_given && slots > 1 && rail_bytes(channels, slots) > most_bytes) slots /= 2;
   if (rail_bytes(channels, slots) > most_bytes) {
-    refuse_memory("num_rdma_bytes", most_bytes, rail_bytes(channels, slots),
-                  std::to_string(channels) + " channels with rings of " + std::to_string(slots) +
-                      " slots to each of " + std::to_string(group.num_nodes) + " nodes");
+    const int wanted = config.rdma_recv_tokens;
+    const std::string fewer = is_given ? ""
+                                       : " (with fewer, and slower, from " +
+                                             std::to_string(rail_bytes(channels, slots)) + " on)";
+    refuse_memory("num_rdma_bytes", most_bytes, rail_bytes(channels, wanted),
+                  std::to_string(channels) + " channels with rings of " + std::to_string(wanted) +
+                      " slots to each of " + std::to_string(group.num_nodes) + " nodes" + fewer);
   }
   plan.rail = {std::min(config.rdma_send_tokens, slots), slots};
   // A few SMs fill the links, but not the memory of a GPU: docs/design/0036.

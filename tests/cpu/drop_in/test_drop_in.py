@@ -21,6 +21,8 @@ import deep_ep.buffer  # isort: skip
 import deep_ep.buffers.elastic  # isort: skip
 import deep_ep.buffers.legacy  # isort: skip
 import deep_ep.utils  # isort: skip
+import deep_ep.utils.envs  # isort: skip
+import deep_ep.utils.event  # isort: skip
 from deep_ep import _C as native  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -34,7 +36,10 @@ def test_all_import_paths_lead_to_the_same_classes() -> None:
     assert deep_ep.buffers.elastic.ElasticBuffer is deep_ep.ElasticBuffer
     assert deep_ep.buffers.elastic.EPHandle is deep_ep.EPHandle
     assert deep_ep.utils.EventOverlap is deep_ep.EventOverlap is deep_ep.buffer.EventOverlap
-    assert deep_ep.utils.EventHandle is deep_ep.EventHandle
+    assert deep_ep.utils.EventHandle is deep_ep.EventHandle is deep_ep.utils.event.EventHandle
+    assert deep_ep.utils.event.EventOverlap is deep_ep.EventOverlap
+    assert deep_ep.utils.envs.get_physical_domain_size is deep_ep.get_physical_domain_size
+    assert deep_ep.utils.envs.get_logical_domain_size is deep_ep.get_logical_domain_size
     assert native.Config is deep_ep.Config and native.topk_idx_t is deep_ep.topk_idx_t
     assert deep_ep.topk_idx_t == torch.int64
     assert deep_ep.__version__
@@ -78,24 +83,122 @@ def test_programs_that_ask_for_hybrid_ep_are_told_and_go_on() -> None:
         assert caught.value.name == "deep_ep.hybrid_ep_buffer"
 
 
-def test_signatures_are_real() -> None:
-    dispatch = list(inspect.signature(deep_ep.Buffer.dispatch).parameters)
-    assert dispatch[:12] == [
-        "self", "x", "handle", "num_tokens_per_rank", "num_tokens_per_rdma_rank",
-        "is_token_in_rank", "num_tokens_per_expert", "topk_idx", "topk_weights",
-        "expert_alignment", "num_worst_tokens", "config",
-    ]  # fmt: skip
-    combine = list(inspect.signature(deep_ep.Buffer.low_latency_combine).parameters)
-    assert combine[:11] == [
-        "self", "x", "topk_idx", "topk_weights", "handle", "use_logfmt", "zero_copy",
-        "async_finish", "return_recv_hook", "out", "combine_wait_recv_cost_stats",
-    ]  # fmt: skip
-    elastic = list(inspect.signature(deep_ep.ElasticBuffer.dispatch).parameters)
-    assert elastic[1:9] == [
-        "x", "topk_idx", "topk_weights", "cumulative_local_expert_recv_stats", "num_experts",
-        "num_max_tokens_per_rank", "expert_alignment", "num_sms",
-    ]  # fmt: skip
-    # Programs decide by these; a keyword that is refused must not stand there.
+_STREAMS = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
+_ELASTIC_STREAMS = (
+    "num_sms=0, num_qps=0, previous_event=None, previous_event_before_epilogue=None, "
+    "async_with_compute_stream=False, allocate_on_comm_stream=False"
+)
+_MOE = "num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False"
+_LAYOUT = (
+    "handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, "
+    "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None, "
+    "expert_alignment=1, num_worst_tokens=0, config=None"
+)
+_COMBINE = f"self, x, handle, topk_weights=None, bias=None, config=None, {_STREAMS}"
+# What may be given by position, in the order of both releases; of the two constructors and of
+# internode_dispatch, which differ, 1.2.1's.
+SIGNATURES = {
+    "Buffer.__init__": (
+        "self, group=None, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, "
+        "num_qps_per_rank=24, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, "
+        "use_fabric=False, explicitly_destroy=False, enable_shrink=False, comm=None"
+    ),
+    "Buffer.destroy": "self",
+    "Buffer.is_sm90_compiled": "",
+    "Buffer.set_num_sms": "new_num_sms",
+    "Buffer.capture": "",
+    "Buffer.get_low_latency_rdma_size_hint": (
+        "num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts"
+    ),
+    "Buffer.get_comm_stream": "self",
+    "Buffer.get_local_buffer_tensor": "self, dtype, size=None, offset=0, use_rdma_buffer=False",
+    "Buffer._unpack_bias": "bias",
+    "Buffer.get_dispatch_config": "num_ranks",
+    "Buffer.get_combine_config": "num_ranks",
+    "Buffer.get_dispatch_layout": f"self, topk_idx, num_experts, {_STREAMS}",
+    "Buffer.dispatch": f"self, x, {_LAYOUT}, {_STREAMS}",
+    "Buffer.combine": _COMBINE,
+    "Buffer.internode_dispatch": f"self, x, {_LAYOUT}, {_STREAMS}",
+    "Buffer.internode_combine": _COMBINE,
+    "Buffer.clean_low_latency_buffer": (
+        "self, num_max_dispatch_tokens_per_rank, hidden, num_experts"
+    ),
+    "Buffer.low_latency_dispatch": (
+        "self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
+        "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, "
+        "use_fp8=True, round_scale=False, use_ue8m0=False, async_finish=False, "
+        "return_recv_hook=False"
+    ),
+    "Buffer.low_latency_combine": (
+        "self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, "
+        "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None"
+    ),
+    "Buffer.low_latency_update_mask_buffer": "self, rank_to_mask, mask=False",
+    "Buffer.low_latency_query_mask_buffer": "self, mask_status",
+    "Buffer.low_latency_clean_mask_buffer": "self",
+    "Buffer.get_next_low_latency_combine_buffer": "self, handle",
+    "ElasticBuffer.__init__": (
+        "self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, "
+        "num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, "
+        "allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=3, "
+        "num_allocated_qps=0, num_cpu_timeout_secs=300, num_gpu_timeout_secs=100, "
+        "explicitly_destroy=False"
+    ),
+    "ElasticBuffer.destroy": "self",
+    "ElasticBuffer.get_buffer_size_hint": (
+        f"group, {_MOE}, allow_hybrid_mode=True, allow_multiple_reduction=True"
+    ),
+    "ElasticBuffer.barrier": "self, use_comm_stream=True, with_cpu_sync=False, sequential=True",
+    "ElasticBuffer.capture": "",
+    "ElasticBuffer.get_comm_stream": "self",
+    "ElasticBuffer.get_physical_domain_size": "self",
+    "ElasticBuffer.get_logical_domain_size": "self",
+    "ElasticBuffer.get_theoretical_num_sms": (
+        "self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, "
+        "sm_read_gbs=200, sm_write_gbs=50"
+    ),
+    "ElasticBuffer.get_theoretical_num_qps": "self, num_sms",
+    "ElasticBuffer.dispatch": (
+        "self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
+        "num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, "
+        f"{_ELASTIC_STREAMS}, handle=None, do_handle_copy=True, do_cpu_sync=None, "
+        "do_expand=False, do_zero_padding=False, use_tma_aligned_col_major_sf=False"
+    ),
+    "ElasticBuffer.combine": f"self, x, handle, topk_weights=None, bias=None, {_ELASTIC_STREAMS}",
+    "EventOverlap.__init__": "self, event=None, extra_tensors=None",
+    "EventOverlap.__call__": "self, release_handle=False",
+    "EventOverlap.current_stream_wait": "self, release_handle=False",
+    "EventOverlap.register_hook_after_wait": "self, hook_after_wait",
+    "EventHandle.current_stream_wait": "self",
+    "Config.__init__": (
+        "self, num_sms=20, num_max_nvl_chunked_send_tokens=6, "
+        "num_max_nvl_chunked_recv_tokens=256, num_max_rdma_chunked_send_tokens=6, "
+        "num_max_rdma_chunked_recv_tokens=256"
+    ),
+    "get_physical_domain_size": "group",
+    "get_logical_domain_size": "group, allow_hybrid_mode=True",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_have_the_order_names_and_defaults_that_callers_rely_on(name: str) -> None:
+    function: object = deep_ep
+    for part in name.split("."):
+        function = getattr(function, part)
+    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    by_position = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    found = [
+        each.name if each.default is each.empty else f"{each.name}={each.default!r}"
+        for each in by_position
+    ]
+    assert ", ".join(found) == SIGNATURES[name]
+    # All else may be left away.
+    others = [each for each in parameters if each not in by_position]
+    assert all(each.default is not each.empty or each.kind is each.VAR_KEYWORD for each in others)
+
+
+def test_keywords_that_are_refused_are_not_in_a_signature() -> None:
+    # Programs decide by it.
     quantiser = inspect.signature(deep_ep.Buffer.low_latency_dispatch).parameters
     assert "align_fp8_quantization" not in quantiser
 
@@ -229,6 +332,20 @@ def test_low_latency_memory_agrees_though_one_rank_alone_asked_for_the_hint() ->
         return [known, (sorted(shapes), known[1])]
 
     assert hints.bytes_to_allocate(None, Comm(2, allgather), hint) == region_bytes(2, 64, 1024)
+
+
+@pytest.mark.parametrize("wrong", [-5, 0, "1"])
+def test_low_latency_memory_of_no_size_is_refused_though_another_rank_knows_the_shape(
+    wrong: object,
+) -> None:
+    def body(group: local.ThreadGroup) -> None:
+        hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 4)
+        is_wrong = group.rank() == 1
+        error = deep_comm.ArgumentError if is_wrong else deep_comm.PeerLost
+        with pytest.raises(error, match="num_rdma_bytes" if is_wrong else "rank 1"):
+            deep_ep.Buffer(group, 0, wrong if is_wrong else hint, low_latency_mode=True)
+
+    local.run(body, 2, timeout_s=60)
 
 
 @pytest.mark.parametrize("enable_shrink", [False, True])

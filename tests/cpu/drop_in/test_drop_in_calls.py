@@ -100,6 +100,38 @@ def test_internode_calls_inside_a_node_say_so(group, /) -> None:
             buffer.internode_combine(x, ())
 
 
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_a_config_beside_a_handle_takes_the_sms_of_its_dispatch(
+    ranks_per_node: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dispatch without a Config and combine with a recommended one go together in DeepEP."""
+    if ranks_per_node is not None:
+        monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
+
+    def body(group: local.ThreadGroup) -> None:
+        with deep_ep.Buffer(group, 32 << 20, 32 << 20) as buffer:
+            x, (recv, _, recv_weights, _, handle, _) = dispatched(buffer, group.rank())
+            config = deep_ep.Buffer.get_combine_config(group.size())
+            num_channels = handle[1].shape[1]
+            assert config.num_sms not in (num_channels, 2 * num_channels)
+            wanted, wanted_weights, _ = buffer.combine(recv, handle, recv_weights)
+            for of_call in (handle, tuple(handle), list(handle)):
+                combined, sums, _ = buffer.combine(recv, of_call, recv_weights, config=config)
+                assert combined.equal(wanted) and sums.equal(wanted_weights)
+                combined, _, _ = buffer.combine(recv, of_call, None, None, config)
+                assert combined.equal(wanted)
+                again = buffer.dispatch(x, config=config, handle=of_call)[0]
+                assert again.equal(recv)
+                again = buffer.dispatch(x, of_call, *[None] * 6, 1, 0, config)[0]
+                assert again.equal(recv)
+            for wrong in ((1, 2, 3, 4, 5, 6), [], 7):
+                with pytest.raises(ValueError, match="handle"):
+                    buffer.combine(recv, wrong, config=config)
+            group.barrier()
+
+    local.run(body, 2, timeout_s=60)
+
+
 @run_by(alone)
 def test_previous_event_may_hold_nothing(group, /) -> None:
     with deep_ep.Buffer(group, 8 << 20) as buffer:
@@ -144,6 +176,14 @@ def test_calls_refuse_by_name_what_forks_added(group, /) -> None:
         with pytest.raises(TypeError, match="global_expert_id_offset"):
             dispatched(buffer, global_expert_id_offset=8)
         x, ids, weights = drop_in.routed(0, 4, hidden=512)
+        for name in ("num_experts", "use_fp8", "expand"):
+            with pytest.raises(TypeError, match=f"{name}=1: a keyword of deep_comm.Buffer"):
+                dispatched(buffer, **{name: 1})
+        # Names that would be refused are not proposed.
+        with pytest.raises(TypeError, match="use_fp=1: no release of DeepEP"):
+            dispatched(buffer, use_fp=1)
+        with pytest.raises(TypeError, match=r"num_worst_token=1: did you mean num_worst_tokens\?"):
+            dispatched(buffer, num_worst_token=1)
         decode = (x, ids, 8, drop_in.NUM_EXPERTS)
         for options in (
             {"use_ue8m0_for_sf": True},

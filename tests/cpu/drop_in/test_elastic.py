@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from run_by import run_by
 
 from deep_comm import local
 from deep_comm.compat.elastic import ElasticBuffer
-from deep_comm.errors import ArgumentError
+from deep_comm.errors import ArgumentError, HandleMismatch
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -59,6 +60,34 @@ def test_scales_in_columns_for_bulk_copies(buffer, x, idx, /) -> None:
     assert recv_sf[:2].tolist() == [sf[0].tolist(), sf[3].tolist()]
 
 
+@pytest.mark.parametrize("adds_once", [False, True])
+@run_by(local.run, 3, timeout_s=60)
+def test_results_have_no_gradients(group, /, adds_once: bool) -> None:
+    buffer = ElasticBuffer(
+        group, num_max_tokens_per_rank=8, hidden=64, num_topk=2,
+        allow_multiple_reduction=not adds_once,
+    )  # fmt: skip
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    idx = torch.tensor([[0, 1], [1, 2], [2, -1], [3, 0]])
+    weights = torch.ones(4, 2, requires_grad=True)
+    bias = torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)
+    handle = None
+    for expand in (False, True, True):
+        given = {"topk_idx": idx, "num_experts": 4} if handle is None else {"handle": handle}
+        recv, _, recv_weights, handle, _ = buffer.dispatch(
+            x, topk_weights=weights, do_expand=expand, **given
+        )
+        assert not recv.requires_grad and not recv_weights.requires_grad
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            combined, sums, _ = buffer.combine(
+                recv.requires_grad_(), handle, recv_weights.requires_grad_(), bias
+            )
+        assert not combined.requires_grad and not sums.requires_grad
+    group.barrier()
+    buffer.destroy()
+
+
 @run_by(alone)
 def test_combine_honours_rewritten_metadata(buffer, x, idx, /) -> None:
     recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, do_expand=True)
@@ -83,6 +112,44 @@ def test_metadata_may_be_cut_to_the_rows_that_arrived(buffer, x, idx, /, sync: b
     for wrong in (handle.recv_src_metadata.long(), handle.recv_src_metadata[:, 1:]):
         with pytest.raises(ArgumentError, match="recv_src_metadata"):
             handle.recv_src_metadata = wrong
+
+
+@pytest.mark.parametrize("adds_once", [False, True])
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_combine_takes_rows_that_are_cut_as_their_metadata(
+    ranks_per_node: int | None, adds_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ranks_per_node is not None:
+        monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
+
+    def main(group):
+        buffer = ElasticBuffer(
+            group, num_max_tokens_per_rank=8, hidden=64, num_topk=2,
+            allow_multiple_reduction=not adds_once,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(group.rank())
+        x = torch.randn(5, 64, generator=generator).to(torch.bfloat16)
+        idx = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(5)])
+        recv, _, weights, handle, _ = buffer.dispatch(
+            x, idx, torch.rand(5, 2, generator=generator), num_experts=8, do_cpu_sync=False
+        )
+        wanted, wanted_weights, _ = buffer.combine(recv, handle, weights, bias=x)
+        num_recv = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        handle.recv_src_metadata = handle.recv_src_metadata[:num_recv]
+        for num_rows in (num_recv, recv.shape[0]):
+            combined, sums, _ = buffer.combine(
+                recv[:num_rows].clone(), handle, weights[:num_rows].clone(), bias=x
+            )
+            assert combined.equal(wanted) and sums.equal(wanted_weights)
+            combined, sums, _ = buffer.combine(recv[:num_rows].clone(), handle, bias=x)
+            assert combined.equal(wanted) and sums is None
+        # The metadata do not say so.
+        with pytest.raises(HandleMismatch, match="as many rows"):
+            buffer.combine(recv[: num_recv + 1].clone(), handle)
+        group.barrier()
+        buffer.destroy()
+
+    local.run(main, 2, timeout_s=60)
 
 
 @pytest.mark.parametrize("sync", [False, True])

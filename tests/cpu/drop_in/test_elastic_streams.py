@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deep_comm import events
+from deep_comm.compat.elastic import ElasticBuffer, EPHandle
 from deep_comm.compat.section import Section
 
 
@@ -102,6 +103,43 @@ def test_a_section_with_events_waits_for_them_instead_of_the_current_stream(
     with Section(machine.buffer, [first, second], is_async=True):
         pass
     assert machine.log == [("comm", "waits for", "event of a"), ("comm", "waits for", "event of b")]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_event_before_the_epilogue_comes_beside_the_current_stream(
+    machine: Machine, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    before_epilogue = events.EventHandle(Stream("a", machine.log))
+    given = []
+
+    class Buffer(ElasticBuffer):
+        def __init__(self) -> None:
+            pass
+
+        def _cached_dispatch(self, x, handle, weights, rows, timing) -> None:
+            given.append(timing)
+
+        _combine = _cached_dispatch
+
+    handle = object.__new__(EPHandle)
+    handle.do_expand = False
+    rows = torch.zeros(1, 8)
+    options = {
+        "previous_event_before_epilogue": before_epilogue, "async_with_compute_stream": is_async
+    }  # fmt: skip
+    monkeypatch.setattr(EPHandle, "require", lambda self, **given: None)
+    Buffer().dispatch(rows, handle=handle, **options)
+    Buffer().combine(rows, handle, **options)
+    for timing in given:
+        machine.log.clear()
+        with Section(machine.buffer, timing.events, timing.is_async):
+            pass
+        # The rows of the current stream may not be there yet when that event has passed.
+        waited_for = [name for _, _, name in machine.log]
+        assert waited_for == ["event of compute", "event of a"]
+    assert len(given) == 2
 
 
 def test_a_section_on_the_communication_stream_itself_waits_for_nothing(machine: Machine) -> None:

@@ -81,6 +81,11 @@ FINDINGS = {
         lambda group: build(group, 0).dispatch(X, **ROUTING), errors.BufferTooSmall,
         ("without rings, and faster", "receive region", "num_nvl_bytes", "Buffer.for_shape finds"),
     ),
+    "nodes without bytes between them": Finding(
+        lambda group: build(group, ranks_per_node=1).dispatch(X, **ROUTING), errors.BufferTooSmall,
+        ("num_rdma_bytes must be at least 3", "of 258 slots to each of 2 nodes", "with fewer, and"),
+        2,
+    ),
     "low latency without memory": Finding(
         lambda group: build(group, low_latency_mode=True), ARGUMENT,
         ("num_rdma_bytes must be get_low_latency_rdma_size_hint",),
@@ -103,6 +108,9 @@ FINDINGS = {
     "no group": Finding(lambda group: build(None), ARGUMENT, ("after init_process_group",)),
     "a rank outside the group": Finding(
         lambda group: build(-100), ARGUMENT, ("does not contain this process",)
+    ),
+    "bytes in the group's place": Finding(
+        lambda group: build(1 << 20), ARGUMENT, ("must be a torch.distributed group", "got int")
     ),
     "gradients on one rank": Finding(
         gradients_on_one_rank, MISMATCH, ("the operation: rank 0 has '", "rank 1 has '"), 2

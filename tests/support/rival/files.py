@@ -54,6 +54,15 @@ V2 = Release(
         "tests/elastic/test_barrier.py": (
             "eceb673e28311c72a2da32778aeac354f450ad17e726e7d01a4e6deb1b900c82"
         ),
+        "tests/legacy/test_intranode.py": (
+            "ebd1c7f1513827d0c44debb4efdd3efe289cce7e32153c90aada5e963178caf7"
+        ),
+        "tests/legacy/test_internode.py": (
+            "e5d6c529a605b577ddae5b6d63e9de4fe87cb25760c55cb96e50c96cb995298f"
+        ),
+        "tests/legacy/test_low_latency.py": (
+            "a22c180857672cf917c80b64014d3e53c4cb8f54e6e2ad17773fc5984c2a6caa"
+        ),
         "deep_ep/utils/comm.py": "7b52a2b8cbd5da4e7fe58e0fc9e460db0ebe8ad29e436c7c59008908a5ffa977",
         "deep_ep/utils/envs.py": "fd79c48188857d1490f7e5593bde76574eb0deb57a1a841b216b67fb33fb6894",
         "deep_ep/utils/gate.py": "5372e45604c53b0b347c14d4e56effa184c31185558a8fde502a7b592b23cc6e",

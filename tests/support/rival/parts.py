@@ -77,5 +77,12 @@ PARTS = (
         "-pressure-one-buffer", "--do-pressure-test", "--reuse-elastic-buffer",
         "--test-first-only", endless=("Testing with seed=", 3),
     ),
+    # V1's Buffer as V2 has it, without use_fabric.
+    Part("legacy-test_intranode", V2, "tests/legacy/test_intranode.py", (), _SMALL),
+    Part("legacy-test_low_latency", V2, "tests/legacy/test_low_latency.py", (), _SMALL),
+    Part(
+        "legacy-test_internode", V2, "tests/legacy/test_internode.py", (), _SMALL,
+        host_ranks=16, least_ranks=16, num_nodes=2,
+    ),
     Part("test_barrier", V2, "tests/elastic/test_barrier.py"),
 )  # fmt: skip
