@@ -285,10 +285,7 @@ class ChunkPublisher {
 
   // Lane i: the chunks of its mover before num_landed.
   DC_DEVICE void publish(uint32_t num_landed) {
-    // The metadata that the lanes have written.
-    // order-proof: the fence of each lane precedes the ballot, and both order more in the simulation
-    // than in PTX, where a ballot hands nothing to other lanes
-    arch::sync_warp();
+    arch::sync_warp();  // the metadata that the lanes have written
     // pairs with: ChunkReport::stored, ::finish — the chunks' rows.
     // With the stores below, a release; pairs with: await_landed at the peer — the chunks' rows and
     // their metadata
