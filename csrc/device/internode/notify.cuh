@@ -81,8 +81,7 @@ DC_DEVICE void fill_counts(const InternodeNotifyArgs& args, int node, int32_t* o
 }
 
 // Round one. The counts for the own node, and for near nodes, are stored instead of put.
-DC_DEVICE void send_counts_to_nodes(const Context& rail, const InternodeNotifyArgs& args,
-                                    int parity) {
+DC_DEVICE void send_counts_to_nodes(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailTier& tier = args.tiers.rail;
   for (int node = 0; node < tier.num_nodes(); ++node) {
@@ -304,7 +303,7 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
   const uint32_t signature = Operation::signature(Kernel::kInternodeNotify, nullptr, 0);
   const int parity = contexts.node.generation & 1;
   uint32_t* flag = reinterpret_cast<uint32_t*>(arch::dynamic_smem());
-  send_counts_to_nodes(contexts.rail, args, parity);
+  send_counts_to_nodes(args, parity);
   if (arch::warp_idx() == 0) {
     // Each lane has put the counts for the nodes that it tells now, after a fence of its own.
     announce_on_rail(contexts.rail, args.tiers.rail, signature);

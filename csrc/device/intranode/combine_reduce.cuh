@@ -23,6 +23,38 @@ DC_DEVICE bool await_summed(const Context& context, int peer, int chunk) {
   return ok;
 }
 
+// A whole warp, of the rows that return to a peer: waits for the sums of each chunk once. Without
+// expansion there is nothing to wait for.
+template <bool kIsExpanded>
+class AwaitedSums {
+ public:
+  DC_DEVICE AwaitedSums(const Context& context, const CombineArgs& args, int peer)
+      : context_(context),
+        peer_(peer),
+        first_row_(static_cast<int>(first_row_of(args, peer))),
+        chunk_rows_(
+            ChunkedRows::of(args, num_rows_between(args, peer, args.world.rank)).chunk_rows) {}
+  // row: of x.
+  DC_DEVICE bool await(int row) {
+    const int number = (row - first_row_) / chunk_rows_;
+    if (number == last_number_) return true;
+    last_number_ = number;
+    return await_summed(context_, peer_, number);
+  }
+
+ private:
+  const Context& context_;
+  int peer_;
+  int first_row_;
+  int chunk_rows_;
+  int last_number_ = -1;
+};
+template <>
+class AwaitedSums<false> {
+ public:
+  DC_DEVICE AwaitedSums(const Context&, const CombineArgs&, int) {}
+};
+
 // Calls take(index, row) for each bias of `token`; returns their number.
 template <class Take>
 DC_DEVICE int take_biases(const CombineArgs& args, int token, const Take& take) {

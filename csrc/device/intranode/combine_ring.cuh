@@ -15,68 +15,53 @@
 
 namespace deep_comm {
 
-// A contiguous range of x. Of the two that send_rows uses, that of the loads is ahead.
-class RowSource {
+// What Sources of rows of x have in common.
+template <bool kIsExpanded>
+class RowsOfX {
  public:
-  DC_DEVICE RowSource(const CombineArgs& args, int begin, int end)
-      : args_(args), next_(begin), end_(end) {}
-  DC_DEVICE int next() { return next_ < end_ ? next_++ : -1; }
+  DC_DEVICE explicit RowsOfX(const CombineArgs& args) : args_(args) {}
   DC_DEVICE const uint8_t* row(int row) const {
     return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
   }
   DC_DEVICE void write_meta(uint8_t* meta, int row) const {
-    RowWeights<false> weights;
+    RowWeights<kIsExpanded> weights;
     weights.load(args_, row);
     weights.write(args_, meta, row);
   }
 
  private:
   const CombineArgs& args_;
+};
+
+// A contiguous range of x. Of the two that send_rows uses, that of the loads is ahead.
+class RowSource : public RowsOfX<false> {
+ public:
+  DC_DEVICE RowSource(const CombineArgs& args, int begin, int end)
+      : RowsOfX(args), next_(begin), end_(end) {}
+  DC_DEVICE int next() { return next_ < end_ ? next_++ : -1; }
+
+ private:
   int next_;
   int end_;
 };
 
-// The same of an expanded output: waits for the sums of a row's chunk. If a wait fails, what was
-// loaded before is sent, and nothing more.
-class SummedRowSource {
+// The same of an expanded output: waits for the sums of each row. If a wait fails, what was loaded
+// before is sent, and nothing more.
+class SummedRowSource : public RowsOfX<true> {
  public:
   // end: of both sources of a ring.
   DC_DEVICE SummedRowSource(const Context& context, const CombineArgs& args, int peer, int begin,
                             int* end)
-      : context_(context),
-        args_(args),
-        rows_(ChunkedRows::of(args, num_rows_between(args, peer, args.world.rank))),
-        peer_(peer),
-        first_row_(static_cast<int>(first_row_of(args, peer))),
-        next_(begin),
-        end_(end) {}
+      : RowsOfX(args), sums_(context, args, peer), next_(begin), end_(end) {}
   DC_DEVICE int next() {
-    if (next_ >= *end_) return -1;
-    const int number = (next_ - first_row_) / rows_.chunk_rows;
-    if (number != last_number_) {
-      last_number_ = number;
-      if (!await_summed(context_, peer_, number)) *end_ = next_;
-    }
+    if (next_ < *end_ && !sums_.await(next_)) *end_ = next_;
     return next_ < *end_ ? next_++ : -1;
-  }
-  DC_DEVICE const uint8_t* row(int row) const {
-    return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
-  }
-  DC_DEVICE void write_meta(uint8_t* meta, int row) const {
-    RowWeights<true> weights;
-    weights.load(args_, row);
-    weights.write(args_, meta, row);
   }
 
  private:
-  const Context& context_;
-  const CombineArgs& args_;
-  ChunkedRows rows_;
-  int peer_;
-  int first_row_;
+  AwaitedSums<true> sums_;
   int next_;
   int* end_;
-  int last_number_ = -1;  // of the chunk that has been waited for
 };
 
 template <bool kIsExpanded>
@@ -120,13 +105,13 @@ class RingReducer {
  public:
   DC_DEVICE RingReducer(const Context& context, const CombineArgs& args, int channel,
                         const uint8_t** rows)
-      : context_(context),
-        args_(args),
+      : args_(args),
         rows_(rows),
         is_peer_(arch::lane_idx() < args.world.num_ranks && arch::lane_idx() != args.world.rank),
         own_row_(first_row_of(args, args.world.rank) +
                  arch::ld_nc(args.recv_channel_prefix_matrix +
                              args.world.rank * args.ring.num_channels + channel)),
+        own_sums_(context, args, args.world.rank),
         ring_(context,
               ring_slots(args.world, args.ring, channel, args.world.rank,
                          is_peer_ ? arch::lane_idx() : 0),
@@ -143,7 +128,7 @@ class RingReducer {
     const int own_head = arch::shfl(kFullMask, head, rank);
     const int64_t own_row = own_row_ + own_head;
     if constexpr (kIsExpanded) {
-      if (own_head >= 0 && !await_own_sums(own_row)) return false;
+      if (own_head >= 0 && !own_sums_.await(static_cast<int>(own_row))) return false;
     }
     const uint8_t* row = nullptr;
     if (head >= 0) {
@@ -154,18 +139,11 @@ class RingReducer {
   }
 
  private:
-  DC_DEVICE bool await_own_sums(int64_t own_row) const {
-    const int rank = args_.world.rank;
-    const auto own = ChunkedRows::of(args_, num_rows_between(args_, rank, rank));
-    const int first = static_cast<int>(first_row_of(args_, rank));
-    return await_summed(context_, rank, (static_cast<int>(own_row) - first) / own.chunk_rows);
-  }
-
-  const Context& context_;
   const CombineArgs& args_;
   const uint8_t** rows_;
   bool is_peer_;
   int64_t own_row_;  // this rank's first row of the channel, in x
+  AwaitedSums<kIsExpanded> own_sums_;
   RingReceiver ring_;
 };
 

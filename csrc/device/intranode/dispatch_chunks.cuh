@@ -293,14 +293,14 @@ class ChunkPublisher {
     const int num_ranks = args_.world.num_ranks;
     const int peer = arch::lane_idx() % num_ranks, place = arch::lane_idx() / num_ranks;
     const int num_places = kWarpSize / num_ranks;
+    const bool tells_peer = place < num_places && !args_.world.is_absent(peer);
     uint32_t landed = arch::ballot(kFullMask, num_landed != num_published_);
     for (; landed != 0; landed &= landed - 1) {
       const int lane = arch::ffs(landed) - 1;
       const uint32_t end = arch::shfl(kFullMask, num_landed, lane);
       uint32_t idx = arch::shfl(kFullMask, num_published_, lane) + place;
-      for (; place<num_places&& static_cast<int32_t>(end - idx)> 0; idx += num_places) {
+      for (; tells_peer && static_cast<int32_t>(end - idx) > 0; idx += num_places) {
         const int chunk = sent_->chunks[mover_of(lane)][idx % SentChunks::kDepth];
-        if (args_.world.is_absent(peer)) continue;
         arch::st_relaxed_sys(landed_word(args_.world, peer, args_.world.rank, chunk),
                              Tagged::pack(context_.generation, rows_of(chunk).pack()));
       }

@@ -227,9 +227,7 @@ DC_DEVICE bool await_landed(const Context& context, int source, int chunk, Lande
     // pairs with: ChunkPublisher::publish — the chunk's rows and their metadata
     arch::ld_acquire_sys(word);
   }
-  // Hands the leader's acquire to all lanes.
-  // order-proof: TokenRows::load begins with another one
-  arch::sync_warp();
+  arch::sync_warp();  // hands the leader's acquire to all lanes
   *rows = LandedRows::unpack(arch::shfl(kFullMask, value, 0));
   return arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
 }

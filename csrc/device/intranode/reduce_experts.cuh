@@ -24,14 +24,24 @@
 
 namespace deep_comm {
 
-// One warp: dst = the sum of `rows`, vectors [first_vec, num_vecs).
+// One warp: dst = the sum of `rows`, vectors [first_vec, num_vecs). The weights are loaded beside the
+// first vectors, one per lane: otherwise each would cost a trip to memory.
 template <Dtype kDtype>
 DC_DEVICE void reduce_rows_of_token(const ReduceExpertsArgs& args, uint8_t* dst,
                                     const TokenRows& rows, int num_rows, int first_vec,
                                     int num_vecs) {
   using Type = Numeric<kDtype>;
   constexpr int kInFlight = 4, kUnroll = 2;  // rows and vectors whose loads are issued together
-  for (int base = first_vec + arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
+  const int lane = arch::lane_idx();
+  float weights[kMaxTopk / kWarpSize];  // of rows lane, lane + 32
+  static_assert(kMaxTopk == 2 * kWarpSize && kWarpSize % kInFlight == 0);
+  DC_UNROLL
+  for (int idx = 0; idx < kMaxTopk / kWarpSize; ++idx) {
+    const int row = idx * kWarpSize + lane;
+    const bool is_weighted = args.row_weights != nullptr && row < num_rows;
+    weights[idx] = is_weighted ? arch::ld_nc(args.row_weights + rows.row_idx[row]) : 1.0f;
+  }
+  for (int base = first_vec; base < num_vecs; base += kWarpSize * kUnroll) {
     float sums[kUnroll][Type::kPerVec] = {};
     for (int first = 0; first < num_rows; first += kInFlight) {
       Vec16 vecs[kInFlight][kUnroll];
@@ -42,26 +52,25 @@ DC_DEVICE void reduce_rows_of_token(const ReduceExpertsArgs& args, uint8_t* dst,
             args.x + static_cast<int64_t>(rows.row_idx[first + idx]) * args.row_bytes);
         DC_UNROLL
         for (int step = 0; step < kUnroll; ++step) {
-          const int vec_idx = base + step * kWarpSize;
+          const int vec_idx = base + step * kWarpSize + lane;
           if (vec_idx < num_vecs) vecs[idx][step] = arch::ld_nc(src + vec_idx);
         }
       }
       DC_UNROLL
       for (int idx = 0; idx < kInFlight; ++idx) {
         if (first + idx >= num_rows) continue;
-        const bool is_weighted = args.row_weights != nullptr;
-        const float weight =
-            is_weighted ? arch::ld_nc(args.row_weights + rows.row_idx[first + idx]) : 1.0f;
+        const float weight = arch::shfl(kFullMask, first < kWarpSize ? weights[0] : weights[1],
+                                        (first + idx) % kWarpSize);
         DC_UNROLL
         for (int step = 0; step < kUnroll; ++step) {
-          if (base + step * kWarpSize >= num_vecs) continue;
+          if (base + step * kWarpSize + lane >= num_vecs) continue;
           Type::add_weighted(sums[step], vecs[idx][step], weight);  // times one: exact
         }
       }
     }
     DC_UNROLL
     for (int step = 0; step < kUnroll; ++step) {
-      const int vec_idx = base + step * kWarpSize;
+      const int vec_idx = base + step * kWarpSize + lane;
       if (vec_idx < num_vecs) {
         arch::st_weak(reinterpret_cast<Vec16*>(dst) + vec_idx, Type::round(sums[step]));
       }
@@ -113,11 +122,68 @@ struct PartCounts {
   }
 };
 
-// Each block has every num_blocks-th chunk, and its warps take turns with the parts of these: a whole
-// chunk per warp would let all chunks be ready at the end, and none before.
+// A part of a row that returns, for one warp.
+struct RowPart {
+  static constexpr int kNumVecs = 4 * kWarpSize;
+
+  int chunk_idx;   // by the block's own count
+  int item;        // of the chunk: ChunkRotation::at
+  int chunk_rows;  // that the chunk has; 0: there is no further part
+  int token;
+  int number;  // in the row
+};
+
+// The parts of a warp, one after the other. Each block has every num_blocks-th chunk, and its warps
+// take turns with the parts of these: a whole chunk per warp would let all chunks be ready at the
+// end, and none before.
+class PartTurns {
+ public:
+  DC_DEVICE explicit PartTurns(const ReduceExpertsArgs& args)
+      : chunks_(args),
+        returned_(args),
+        parts_of_row_(ceil_div(args.row_bytes / 16, RowPart::kNumVecs)),
+        parts_of_chunk_(parts_of_row_ * returned_.most_chunk_rows()),
+        turn_(arch::warp_idx()) {}
+
+  DC_DEVICE int parts_of_row() const { return parts_of_row_; }
+  DC_DEVICE RowPart next() {
+    while (true) {
+      const int idx = turn_ / parts_of_chunk_, part = turn_ - idx * parts_of_chunk_;
+      const int item =
+          chunks_.at(static_cast<uint32_t>(idx * arch::num_blocks() + arch::block_idx()));
+      if (item == chunks_.kEnd) return {};
+      turn_ += arch::num_warps();
+      const Chunk chunk = returned_.chunk(item);
+      const int row = part / parts_of_row_;
+      if (row >= chunk.num_rows) continue;  // short, or none
+      return {idx, item, chunk.num_rows, static_cast<int>(chunk.x_row) + row,
+              part - row * parts_of_row_};
+    }
+  }
+
+ private:
+  ChunkRotation<true> chunks_;
+  ReturnedRows returned_;
+  int parts_of_row_;
+  int parts_of_chunk_;
+  int turn_;
+};
+
+// One lane, when a part is complete: the last part of a chunk sets its word.
+DC_DEVICE void complete_part(const ReduceExpertsArgs& args, PartCounts* parts, const RowPart& part,
+                             int parts_of_row) {
+  // acq_rel, pairs with itself: the warp that completes the chunk has what the others have stored.
+  const uint32_t num_done = 1 + arch::atomic_add_acq_rel_cta(&parts->counts[part.chunk_idx], 1u);
+  const uint32_t num_all = static_cast<uint32_t>(part.chunk_rows * parts_of_row);
+  if (num_done != (arch::fault(Fault::kEarlySums) ? 1u : num_all)) return;
+  if (arch::fault(Fault::kLostSums)) return;
+  // pairs with: await_summed, TokenWatch::look — the sums of the chunk's rows
+  arch::st_release_gpu(summed_word(args.world, part.item / kMaxChunks, part.item % kMaxChunks),
+                       Tagged::pack(parts->generation, 1));
+}
+
 template <Dtype kDtype>
 DC_DEVICE void reduce_for_combine(const ReduceExpertsArgs& args) {
-  constexpr int kVecsOfPart = 4 * kWarpSize;
   const World& world = args.world;
   PartCounts& parts = PartCounts::of_block();
   const int most_chunks = PartCounts::most_chunks(world.num_ranks, arch::num_blocks());
@@ -130,37 +196,31 @@ DC_DEVICE void reduce_for_combine(const ReduceExpertsArgs& args) {
   if (args.lets_combine_begin) arch::allow_later_launch();
 
   TokenRows& rows = TokenRows::of_warp();
-  const ChunkRotation<true> order(args);
-  const ReturnedRows returned(args);
   const int num_tokens = num_received(world, args.rank_prefix_matrix, args.num_tokens_limit);
-  const int num_vecs = args.row_bytes / 16, parts_of_row = ceil_div(num_vecs, kVecsOfPart);
-  const int parts_of_chunk = parts_of_row * returned.most_chunk_rows();
-  const uint32_t generation = parts.generation;
-  for (int turn = arch::warp_idx();; turn += arch::num_warps()) {
-    const int idx = turn / parts_of_chunk, part = turn - idx * parts_of_chunk;
-    const int item = order.at(static_cast<uint32_t>(idx * arch::num_blocks() + arch::block_idx()));
-    if (item == order.kEnd) return;
-    const Chunk chunk = returned.chunk(item);
-    const int row = part / parts_of_row, part_of_row = part - row * parts_of_row;
-    if (row >= chunk.num_rows) continue;  // short, or none
-    const int64_t token = chunk.x_row + row;
-    if (token < num_tokens) {
-      const int num_rows = rows.load(args.recv_rows, token, args.num_topk, args.num_rows);
-      reduce_rows_of_token<kDtype>(args, args.reduced_x + token * args.row_bytes, rows, num_rows,
-                                   part_of_row * kVecsOfPart,
-                                   min_of(num_vecs, (part_of_row + 1) * kVecsOfPart));
-      if (args.weights != nullptr && part_of_row == 0) return_weights(args, token);
+  const int num_vecs = args.row_bytes / 16;
+  PartTurns turns(args);
+  // A token's rows are loaded a turn ahead: the sum of a part costs two to four trips to memory, and
+  // this would be one more.
+  LoadedRows ahead;
+  const auto load_rows = [&](const RowPart& part) {
+    if (part.chunk_rows == 0 || part.token >= num_tokens) return;
+    ahead.load(args.recv_rows, part.token, args.num_topk);
+  };
+  RowPart part = turns.next();
+  load_rows(part);
+  while (part.chunk_rows != 0) {
+    const int num_rows = rows.take(ahead, args.num_rows);
+    const RowPart next = turns.next();
+    load_rows(next);
+    if (part.token < num_tokens) {
+      reduce_rows_of_token<kDtype>(
+          args, args.reduced_x + static_cast<int64_t>(part.token) * args.row_bytes, rows, num_rows,
+          part.number * RowPart::kNumVecs, min_of(num_vecs, (part.number + 1) * RowPart::kNumVecs));
+      if (args.weights != nullptr && part.number == 0) return_weights(args, part.token);
     }
     arch::sync_warp();  // what the lanes have stored
-    if (arch::lane_idx() != 0) continue;
-    // acq_rel, pairs with itself: the warp that completes the chunk has what the others have stored.
-    const uint32_t num_done = 1 + arch::atomic_add_acq_rel_cta(&parts.counts[idx], 1u);
-    const uint32_t num_all = static_cast<uint32_t>(chunk.num_rows * parts_of_row);
-    if (num_done != (arch::fault(Fault::kEarlySums) ? 1u : num_all)) continue;
-    if (arch::fault(Fault::kLostSums)) continue;
-    // pairs with: await_summed, TokenWatch::look — the sums of the chunk's rows
-    arch::st_release_gpu(summed_word(world, chunk.peer(), chunk.number()),
-                         Tagged::pack(generation, 1));
+    if (arch::lane_idx() == 0) complete_part(args, &parts, part, turns.parts_of_row());
+    part = next;
   }
 }
 

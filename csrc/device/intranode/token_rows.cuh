@@ -7,6 +7,19 @@ namespace deep_comm {
 
 inline constexpr int kMaxTopk = 64;
 
+// One warp's token, in registers: the output rows of its top-k entries, or -1.
+struct LoadedRows {
+  int32_t row_idx[kMaxTopk / kWarpSize] = {};  // lane i: of entries i, i + 32
+
+  DC_DEVICE void load(const int32_t* recv_rows, int64_t token, int num_topk) {
+    DC_UNROLL
+    for (int idx = 0; idx < kMaxTopk / kWarpSize; ++idx) {
+      const int k = idx * kWarpSize + arch::lane_idx();
+      row_idx[idx] = k < num_topk ? arch::ld_weak(recv_rows + token * num_topk + k) : -1;
+    }
+  }
+};
+
 // One warp's token, in shared memory, in the order of its top-k entries.
 struct TokenRows {
   int32_t row_idx[kMaxTopk];
@@ -16,14 +29,14 @@ struct TokenRows {
   }
   // The whole warp; returns how many rows there are. Rows past num_rows, which a worst-case output
   // has dropped, do not count.
-  DC_DEVICE int load(const int32_t* recv_rows, int64_t token, int num_topk, int num_rows) {
+  DC_DEVICE int take(const LoadedRows& loaded, int num_rows) {
     const uint32_t lower_lanes = (1u << arch::lane_idx()) - 1;
     int count = 0;
     // All lanes are done with the warp's last token.
     arch::sync_warp();
-    for (int base = 0; base < num_topk; base += kWarpSize) {
-      const int k = base + arch::lane_idx();
-      const int32_t row = k < num_topk ? arch::ld_weak(recv_rows + token * num_topk + k) : -1;
+    DC_UNROLL
+    for (int idx = 0; idx < kMaxTopk / kWarpSize; ++idx) {
+      const int32_t row = loaded.row_idx[idx];
       const bool is_here = row >= 0 && row < num_rows;
       const uint32_t present = arch::ballot(kFullMask, is_here);
       if (is_here) row_idx[count + arch::popc(present & lower_lanes)] = row;
@@ -31,6 +44,11 @@ struct TokenRows {
     }
     arch::sync_warp();
     return count;
+  }
+  DC_DEVICE int load(const int32_t* recv_rows, int64_t token, int num_topk, int num_rows) {
+    LoadedRows loaded;
+    loaded.load(recv_rows, token, num_topk);
+    return take(loaded, num_rows);
   }
 };
 

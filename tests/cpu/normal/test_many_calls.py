@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import expanded
 import forked
 import pytest
+import roundtrip
 import torch
 from cases import Case
 from long_runs import make_and_destroy, many_calls
-from roundtrip import call_once, verify
 from schedules import some_of
 
 import deep_comm
@@ -20,8 +21,10 @@ from deep_comm import local, simulate
 
 LAST = 0xFFFFFFFF
 
+FORMS = pytest.mark.parametrize("form", [roundtrip, expanded], ids=["plain", "expanded"])
 
-def rounds_from(group: Any, case: Case, generation: int, **options: Any) -> list[Any]:
+
+def rounds_from(group: Any, form: Any, case: Case, generation: int) -> list[Any]:
     """All calls of a case, as if ``generation`` kernels had run before."""
     with deep_comm.Buffer(
         group, case.nvl_bytes, num_direct_bytes=case.direct_bytes, device="cpu", timeout_s=60
@@ -30,31 +33,34 @@ def rounds_from(group: Any, case: Case, generation: int, **options: Any) -> list
         assert buffer.runtime is not None
         buffer.runtime.set_generation(generation)
         group.barrier()
-        return [call_once(buffer, case, call) for call in range(case.calls)]
+        return [form.call_once(buffer, case, call) for call in range(case.calls)]
 
 
-# Four generations a round: each role meets the last number once, and the first ones after it.
+# Four generations a round, five of expanded calls: each role meets the last number once, and the
+# first ones after it.
 @pytest.mark.parametrize("before_wrap", range(9))
 @pytest.mark.parametrize("direct_bytes", [0, 8 << 20])
-def test_generations_wrap_around(before_wrap: int, direct_bytes: int) -> None:
+@FORMS
+def test_generations_wrap_around(form: Any, before_wrap: int, direct_bytes: int) -> None:
     case = Case(
         (7, 0, 12), experts=9, topk=3, num_sms=4, slots=2, send_chunk=1, calls=4,
         direct_bytes=direct_bytes, fused_layout=before_wrap % 2 == 0, biases=1,
     )  # fmt: skip
-    verify(case, local.run(lambda g: rounds_from(g, case, LAST - before_wrap), 3, timeout_s=60))
+    generation = LAST - before_wrap
+    results = local.run(lambda g: rounds_from(g, form, case, generation), 3, timeout_s=60)
+    form.verify(case, results)
 
 
 @pytest.mark.parametrize("seed", some_of(range(24)))
-def test_generations_wrap_around_under_every_schedule(seed: int) -> None:
+@FORMS
+def test_generations_wrap_around_under_every_schedule(form: Any, seed: int) -> None:
     case = Case(
         (5, 0, 4), hidden=16, experts=4, topk=2, slots=2, send_chunk=1, num_sms=2, calls=3,
         nvl_bytes=1 << 18, direct_bytes=(0, 1 << 17)[seed % 2], seed=seed,
     )  # fmt: skip
     generation = LAST - seed % 8
-    verify(
-        case,
-        simulate.run(lambda g: rounds_from(g, case, generation), 3, seed, timeout_s=60),
-    )
+    results = simulate.run(lambda g: rounds_from(g, form, case, generation), 3, seed, timeout_s=60)
+    form.verify(case, results)
 
 
 @pytest.mark.parametrize(
