@@ -229,8 +229,9 @@ class BufferCalls:
     await_push: Callable[[int, int, int], None]
     add_slots: Callable[[int, int, int, int, int, int, int, int], None]
     end_matmul: Callable[[int], None]
-    def set_staging(self, *, offset: int, num_bytes: int) -> None:
-        """Where collectives stage: two parts of num_bytes, from the heap's base."""
+    def set_staging(self, *, offset: int, num_bytes: int, multicast: int) -> None:
+        """Where collectives stage: two parts of num_bytes, from the heap's base; and the address
+        that stands for all heaps' bases, or 0."""
     def require_no_other_thread(self) -> None:
         """Raise UnsupportedError while another thread is in a call."""
     has_pending: bool  # a dispatch has been sent, and not been received

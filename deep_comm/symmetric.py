@@ -54,7 +54,7 @@ class SymmetricMemory:
         group_size: R, at most 8, all in one node.
         device: where all tensors are.
         num_sms: the most SMs that a collective uses unless it is told another number.
-        num_bytes, staging_bytes, timeout_s: as given.
+        num_bytes, staging_bytes, multicast, timeout_s: as given.
         progress: int64 words of the products of ``deep_comm.tp``: for each of 8 ranks
             ``WORDS_OF_RANK``, as many for counters, a sequence, a fault.
         tuned_products: which methods of ``deep_comm.tp`` were the fastest here.
@@ -77,6 +77,7 @@ class SymmetricMemory:
         *,
         staging_bytes: int = 0,
         num_sms: int | None = None,
+        multicast: bool = False,
         device: torch.device | str | int | None = None,
         timeout_s: float | None = None,
         comm: Any = None,
@@ -90,6 +91,10 @@ class SymmetricMemory:
             staging_bytes: for the collectives of ``deep_comm.tp``; twice as much is allocated. One
                 call stages at most its x, rounded up by 16 bytes for each rank.
             num_sms: default 32, on the host target 2.
+            multicast: sums of ``deep_comm.tp`` are taken by the NVLink switch, in an order that
+                nobody specifies. The memory is torch's symmetric memory then. Needs a
+                torch.distributed group, GPUs of sm_90 or later and a switch with multicast; the
+                host target adds rank after rank. The same on all ranks; nothing changes with one.
             device: "cpu" for the host target, or a CUDA device. Default: the current CUDA device if
                 there is one.
             timeout_s: seconds that a wait may last. Default: DEEP_COMM_TIMEOUT_S.
@@ -99,7 +104,8 @@ class SymmetricMemory:
             ArgumentError: a size is out of range; on this rank.
             AllocationError: on a rank without room; PeerLost on the others.
             ConfigMismatch, TopologyError: on all ranks.
-            UnsupportedError: the ranks are on several hosts; on all ranks.
+            UnsupportedError: the ranks are on several hosts, or multicast cannot be had, above all
+                where TORCH_SYMM_MEM_DISABLE_MULTICAST=1 forbids it; on all ranks.
             PeerLost: a rank that is named has failed, or has not come here.
         """
         integers.require("num_bytes", num_bytes, 0, integers.MOST_BYTES)
@@ -118,7 +124,12 @@ class SymmetricMemory:
             timeout_s=env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
             version=__version__,
             has_words=True,
-            agreed={"num_bytes": num_bytes, "staging_bytes": staging_bytes},
+            multicast=multicast,
+            agreed={
+                "num_bytes": num_bytes,
+                "staging_bytes": staging_bytes,
+                "multicast": multicast,
+            },
         )
         num_nodes = Rendezvous(group, comm).meet(timeout_s).topology(None).num_nodes
         if num_nodes > 1:
@@ -132,13 +143,15 @@ class SymmetricMemory:
         self.rank = self._context.rank
         self.group_size = self._context.num_ranks
         self.device = self._context.device
-        self.num_bytes, self.staging_bytes = num_bytes, staging_bytes
+        self.num_bytes, self.staging_bytes, self.multicast = num_bytes, staging_bytes, multicast
         most_sms = self._context.backend.max_sms
         self.num_sms = min(num_sms or 32, most_sms) if most_sms else num_sms or 2
         self._words: list[Words] = []
         begin = self._context.engine.data_offset
         calls = self._context.native_calls
-        calls.set_staging(offset=begin, num_bytes=staging)
+        calls.set_staging(
+            offset=begin, num_bytes=staging, multicast=self._context.heap.multicast_base
+        )
         self._begin = begin + 2 * staging + _whole_lines(_NUM_PROGRESS * _WORD)
         self._next = self._begin
         self._end = self._begin + _whole_lines(num_bytes)

@@ -137,11 +137,12 @@ void bind_tp_calls(BufferClass& buffer) {
   def_call<&call_end_matmul>(buffer, "end_matmul");
   buffer.def(
       "set_staging",
-      [](BoundBuffer& self, size_t offset, size_t num_bytes) {
-        self.context.staging = {offset, num_bytes};
+      [](BoundBuffer& self, size_t offset, size_t num_bytes, uintptr_t multicast) {
+        self.context.staging = {offset, num_bytes, reinterpret_cast<uint8_t*>(multicast)};
       },
-      py::kw_only(), py::arg("offset"), py::arg("num_bytes"),
-      "Where collectives stage: two parts of num_bytes, from the heap's base.");
+      py::kw_only(), py::arg("offset"), py::arg("num_bytes"), py::arg("multicast"),
+      "Where collectives stage: two parts of num_bytes, from the heap's base; and the address that "
+      "stands for all heaps' bases, or 0.");
 }
 
 }  // namespace deep_comm

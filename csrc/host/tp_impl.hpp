@@ -9,19 +9,22 @@ namespace detail {
 
 inline constexpr LaunchConfig kOneWarp{.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 16};
 
-template <Collective kOp>
+template <Collective kOp, bool kMulticast>
 struct OfCollective {
   template <Dtype kDtype>
-  using Kernel = CollectiveKernel<kOp, kDtype>;
+  using Kernel = CollectiveKernel<kOp, kDtype, kMulticast>;
 };
 
-// Calls visit with the kernel type of an operation. An all-gather copies bytes, of whatever type.
+// Calls visit with the kernel type of an operation. An all-gather copies bytes, of whatever type, and
+// adds nothing that a switch could add.
 template <Collective kOp, class Visit>
-void with_collective(Dtype dtype, const Visit& visit) {
+void with_collective(Dtype dtype, bool has_multicast, const Visit& visit) {
   if constexpr (!CollectiveForm<kOp>::kReduces) {
     visit(CollectiveKernel<kOp, Dtype::kBfloat16>{});
+  } else if (has_multicast) {
+    with_dtype<OfCollective<kOp, true>::template Kernel>(dtype, visit);
   } else {
-    with_dtype<OfCollective<kOp>::template Kernel>(dtype, visit);
+    with_dtype<OfCollective<kOp, false>::template Kernel>(dtype, visit);
   }
 }
 
@@ -41,8 +44,10 @@ template <class Target>
 template <Collective kOp>
 void Engine<Target>::prepare_collective() {
   for (const Dtype dtype : {Dtype::kBfloat16, Dtype::kFloat16, Dtype::kFloat32}) {
-    detail::with_collective<kOp>(dtype,
-                                 [this]<class KernelType>(KernelType) { prepare<KernelType>(); });
+    for (const bool has_multicast : {false, true}) {
+      detail::with_collective<kOp>(dtype, has_multicast,
+                                   [this]<class KernelType>(KernelType) { prepare<KernelType>(); });
+    }
   }
 }
 
@@ -76,22 +81,25 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int element_ty
   const LaunchConfig config{.num_blocks = num_blocks,
                             .num_threads = args.roles.num_warps() * kWarpSize,
                             .smem_bytes = 16};
-  const auto launch_as = [&]<class KernelType>(KernelType) {
-    args.signature =
-        Operation::signature(KernelType::kName, agreed.data(), static_cast<int>(agreed.size()));
-    launch<KernelType>(config, args, stream);
+  const auto launch_op = [&]<Collective kOp>() {
+    detail::with_collective<kOp>(
+        dtype, args.multicast != nullptr, [&]<class KernelType>(KernelType) {
+          args.signature = Operation::signature(KernelType::kName, agreed.data(),
+                                                static_cast<int>(agreed.size()));
+          launch<KernelType>(config, args, stream);
+        });
   };
   switch (args.op) {
     case Collective::kAllGather:
-      return detail::with_collective<Collective::kAllGather>(dtype, launch_as);
+      return launch_op.template operator()<Collective::kAllGather>();
     case Collective::kReduceScatter:
-      return detail::with_collective<Collective::kReduceScatter>(dtype, launch_as);
+      return launch_op.template operator()<Collective::kReduceScatter>();
     case Collective::kAllReduceOnce:
-      return detail::with_collective<Collective::kAllReduceOnce>(dtype, launch_as);
+      return launch_op.template operator()<Collective::kAllReduceOnce>();
     case Collective::kAllReduceNorm:
-      return detail::with_collective<Collective::kAllReduceNorm>(dtype, launch_as);
+      return launch_op.template operator()<Collective::kAllReduceNorm>();
     default:
-      return detail::with_collective<Collective::kAllReduceTwice>(dtype, launch_as);
+      return launch_op.template operator()<Collective::kAllReduceTwice>();
   }
 }
 

@@ -27,7 +27,7 @@ inline constexpr FaultName kFaultNames[] = {
     {"early_credit", 1u << 24},       {"keep_proposal", 1u << 25},
     {"skip_blame", 1u << 26},         {"skip_sums", 1u << 27},
     {"early_sums", 1u << 28},         {"lost_sums", 1u << 29},
-    {"early_landed", 1u << 30},
+    {"early_landed", 1u << 30},       {"reverse_sums", 1u << 31},
 };
 
 }  // namespace deep_comm::simt

@@ -32,6 +32,7 @@ class Heap(abc.ABC):
     base: int
     num_bytes: int
     peer_bases: Sequence[int]
+    multicast_base: int = 0  # stands for every rank's base at once; 0: there is no such address
 
     @abc.abstractmethod
     def memory(self) -> object:
@@ -73,9 +74,10 @@ class Backend(Protocol):
         topology: Topology,
         rail: str | None,
         num_qps: int,
+        multicast: bool,
     ) -> Heap:
-        """Where ``rail`` (see deep_comm.ranks.rail) has its memory. Collective. Raises
-        on every rank if it fails on one.
+        """Where ``rail`` (see deep_comm.ranks.rail) has its memory, or with a multicast_base.
+        Collective. Raises on every rank if it fails on one.
         """
 
     def create_engine(self, rendezvous: Rendezvous, **arguments: Any) -> _core.Engine:

@@ -121,10 +121,13 @@ class CpuBackend:
         topology: Topology,
         rail: str | None,
         num_qps: int,
+        multicast: bool,
     ) -> Heap:
-        if rendezvous.in_process:
-            return _ThreadHeap(rendezvous, num_bytes)
-        return _SegmentHeap(rendezvous, num_bytes)
+        kind = _ThreadHeap if rendezvous.in_process else _SegmentHeap
+        heap = kind(rendezvous, num_bytes)
+        if multicast:
+            heap.multicast_base = heap.base  # kernels go from rank to rank themselves
+        return heap
 
     def create_engine(self, rendezvous: Rendezvous, **arguments: Any) -> _core.Engine:
         machine_rank = rendezvous.machine_rank if rendezvous.machine_rank >= 0 else rendezvous.rank

@@ -143,7 +143,15 @@ class CudaBackend:
         topology: Topology,
         rail: str | None,
         num_qps: int,
+        multicast: bool,
     ) -> Heap:
+        if multicast:
+            # Loaded where it is asked for, as NVSHMEM.
+            from deep_comm.backends.multicast import MulticastHeap
+
+            capability = torch.cuda.get_device_capability(self.device)
+            has_kernels = runs_on(_cuda.architectures, *capability, least=90)
+            return MulticastHeap(rendezvous, self.device, num_bytes, has_kernels)
         if rail == NVSHMEM:
             # Loaded where it is needed: all else works without NVSHMEM.
             from deep_comm.backends.nvshmem import NvshmemHeap

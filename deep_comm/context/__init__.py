@@ -161,8 +161,9 @@ class Context:
         self.enable_shrink = settings.enable_shrink
         heap_bytes = self._lay_out(settings)
         self.heap: Heap = self.backend.create_heap(
-            self.rendezvous, heap_bytes, topology, self.rail, settings.num_qps
-        )
+            self.rendezvous, heap_bytes, topology, self.rail, settings.num_qps,
+            settings.multicast and self.num_ranks > 1,
+        )  # fmt: skip
         rail_reads_late = False
         engines: list[Engine] = []
 

@@ -245,6 +245,11 @@ class Rendezvous:
         self._members: tuple[str, ...] | None = None
 
     @property
+    def process_group(self) -> Any:
+        """torch's, for what torch itself exchanges; None: the group is of another kind."""
+        return self._group._group if isinstance(self._group, _TorchGroup) else None
+
+    @property
     def members(self) -> tuple[str, ...]:
         """Who the ranks are: equal for Buffers over the same ranks, different for other ranks."""
         if self._members is None:

@@ -35,6 +35,7 @@ class Settings:
     num_qps: int = 24  # queues to each node
     rail: str | None = None  # see deep_comm.ranks.rail
     trace_calls: int = 0  # see deep_comm.trace; may differ between ranks
+    multicast: bool = False  # see SymmetricMemory
     has_words: bool = False  # whose kernels run on the callers' streams, as low-latency ones
     # What the other sizes were made of, by the caller's names: compared first.
     agreed: dict[str, int] = field(default_factory=dict)

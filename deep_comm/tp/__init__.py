@@ -1,8 +1,9 @@
-"""Tensor parallelism: collectives and products over the symmetric memory of one node, without NVLS.
+"""Tensor parallelism: collectives and products over the symmetric memory of one node.
 
 Sums are taken in float32 in rank order and rounded once, so every rank and every run has the same
-bits. Calls run on the current stream and can be captured into CUDA graphs.
-``deep_comm.reference.tp`` says what results must be.
+bits; over memory with multicast an NVLink switch takes them, in its own order. Calls run on the
+current stream and can be captured into CUDA graphs. ``deep_comm.reference.tp`` says what results
+must be.
 """
 
 from deep_comm.tp.collectives import all_gather, all_reduce, all_reduce_norm, reduce_scatter

@@ -106,7 +106,8 @@ def all_reduce(
         memory, num_sms: as of ``all_gather``.
         method: "one_shot": every rank adds everything, for small x. "two_shot": every rank adds a
             part and loads the others'. "auto" chooses by the size, alike on all ranks. The result
-            has the same bits.
+            has the same bits. Over memory with multicast only two shots have the same bits on every
+            rank; "auto" takes one only with two ranks: sums of two have no order.
 
     Returns:
         A tensor as x.
@@ -144,7 +145,7 @@ def all_reduce_norm(
         eps: added to the mean of the squares; the same on all ranks.
 
     Returns:
-        (normed, residual): [M, N] each, the same bits on every rank.
+        (normed, residual): [M, N] each, the same bits on every rank, with multicast too.
         residual = sum + residual; normed = residual / sqrt(mean(residual²) + eps) * weight.
 
     Raises:

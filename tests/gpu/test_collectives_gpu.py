@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import collectives
 import gpu_cases
 import pytest
 import torch
-from collectives import FLOATS, OPS, Call, CollectiveCase, make, verify
+from collectives import FLOATS, NORM, OPS, Call, CollectiveCase, make, verify
 from gpu_cases import on_own_device
 
 from deep_comm import errors, tp
@@ -102,6 +103,19 @@ def _silent(group, device: torch.device) -> str:
 def test_a_silent_rank_is_named_and_reset_takes_it_back(num_ranks: int) -> None:
     named = run(num_ranks, _silent)
     assert named == ["PeerTimeout 1" if rank != 1 else "" for rank in range(num_ranks)]
+
+
+@pytest.mark.skipif(
+    os.environ.get("ALLOW_MULTICAST") != "1",
+    reason="shared hosts forbid multicast; ALLOW_MULTICAST=1 says that this host is not one",
+)
+@pytest.mark.parametrize("op", (*OPS[1:4], NORM))
+def test_a_switch_takes_the_sums(op: str, num_ranks: int) -> None:
+    calls = tuple(
+        Call(op, (rows * num_ranks, 1024), dtype, 32) for rows in (1, 3, 512) for dtype in FLOATS
+    )
+    case = CollectiveCase(num_ranks, calls, staging_bytes=32 << 20, multicast=True)
+    collectives.verify_near(case, run(num_ranks, collectives.run_on_gpu, case))
 
 
 def test_sums_with_a_residual_are_normalised(num_ranks: int) -> None:

@@ -73,6 +73,18 @@ PROBE(fence_proxy_async) { arch::fence_proxy_async(); }
 PROBE(fence_proxy_async_shared) { arch::fence_proxy_async_shared(); }
 PROBE(fence_proxy_async_global) { arch::fence_proxy_async_global(); }
 
+#define PROBE_MULTIMEM_ADD(suffix, T)                                                \
+  PROBE(multimem_add_relaxed_sys_##suffix, Vec16* out, uint8_t* window) {            \
+    arch::st_weak(out, arch::multimem_add_relaxed_sys<T>({window, nullptr, 0, 64})); \
+  }
+PROBE_MULTIMEM_ADD(bf16, Bf16)
+PROBE_MULTIMEM_ADD(fp16, Fp16)
+PROBE_MULTIMEM_ADD(float, float)
+PROBE(multimem_st_relaxed_sys, uint8_t* window, Vec16 vec) {
+  arch::multimem_st_relaxed_sys({window, nullptr, 0, 64}, vec);
+}
+PROBE(fence_proxy_alias) { arch::fence_proxy_alias(); }
+
 // A payload load after an acquire spin, and a payload store before a release: what a compiler must
 // neither hoist, nor sink, nor delete, nor turn into a non-coherent load.
 PROBE(spin_then_read, const uint32_t* tail, const Vec16* payload, Vec16* out) {

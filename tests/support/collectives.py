@@ -34,6 +34,8 @@ class CollectiveCase:
     num_ranks: int
     calls: tuple[Call, ...]
     staging_bytes: int = 1 << 14
+    multicast: bool = False
+    descending: bool = False  # the switch begins with the last rank
 
     def expected(self) -> list[list[Tensor]]:
         """By call, then by rank."""
@@ -44,6 +46,8 @@ class CollectiveCase:
         found = []
         for number, call in enumerate(self.calls):
             x = [x_of(call, rank, number) for rank in range(self.num_ranks)]
+            if self.descending and call.op != "all_gather":
+                x.reverse()
             if call.op == NORM:
                 both = reference.all_reduce_norm(x, *norm_inputs(call, number), EPS)
                 found.append([torch.cat(pair) for pair in both])
@@ -93,7 +97,7 @@ def make(call: Call, x: Tensor, memory: SymmetricMemory, number: int = 0) -> Ten
 
 def run_case(group: Any, case: CollectiveCase, **options: Any) -> list[Tensor]:
     """The results of this rank, on the host."""
-    options = {"device": "cpu", **options}
+    options = {"device": "cpu", "multicast": case.multicast, **options}
     results = []
     with SymmetricMemory(group, 0, staging_bytes=case.staging_bytes, **options) as memory:
         for number, call in enumerate(case.calls):
@@ -119,6 +123,32 @@ def verify(case: Any, results: Any) -> None:
                 raise AssertionError(f"{name}: element {index} is {at[0]}, expected {at[1]}")
 
 
+ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-20}
+
+
+def verify_near(case: CollectiveCase, results: Any) -> None:
+    """What a switch must keep to, which adds and rounds as it likes: sums near those in rank order,
+    the same bits on all ranks where one rank takes each sum, and rows normalised as they are."""
+    for number, (call, by_rank) in enumerate(zip(case.calls, case.expected(), strict=True)):
+        name = f"call {number}, {call}"
+        sizes = [x_of(call, rank, number).float().abs() for rank in range(case.num_ranks)]
+        residual, weight = norm_inputs(call, number) if call.op == NORM else (None, None)
+        size = sum(sizes) if residual is None else sum(sizes) + residual.float().abs()
+        bounds = (size * ROUNDING[call.dtype]).reshape(-1)
+        for rank, wanted in enumerate(by_rank):
+            got = results[rank][number]
+            if call.op in ("two_shot", NORM):
+                assert torch.equal(got, results[0][number]), f"{name}: rank {rank} is not as rank 0"
+            bound = bounds.chunk(case.num_ranks)[rank] if call.op == "reduce_scatter" else bounds
+            if residual is not None and weight is not None:
+                normed, got = got.chunk(2)
+                own = reference.all_reduce_norm([got], torch.zeros_like(got), weight, EPS)
+                assert torch.equal(normed, own[0][0]), f"{name}: rank {rank} normalises otherwise"
+                wanted = wanted.chunk(2)[1]
+            error = (got.float() - wanted.float()).abs().reshape(-1)
+            assert (error <= bound).all(), f"{name}: rank {rank} is not near the expected sums"
+
+
 def random_case(seed: int, max_ranks: int = 5) -> CollectiveCase:
     """Few elements: schedules differ most where parts are few and ranks wait."""
     choose = random.Random(seed)
@@ -140,7 +170,8 @@ def random_case(seed: int, max_ranks: int = 5) -> CollectiveCase:
             choose.choice((0, 0, 0, 1)),
         )
 
-    return CollectiveCase(num_ranks, tuple(call() for _ in range(choose.choice((1, 3, 4)))))
+    calls = tuple(call() for _ in range(choose.choice((1, 3, 4))))
+    return CollectiveCase(num_ranks, calls, multicast=choose.random() < 0.5)
 
 
 def ring(group: Any, device: Any = "cpu", rounds: int = 3) -> list[list[float]]:

@@ -32,6 +32,13 @@
 //   void fence_proxy_async_shared(), fence_proxy_async_global(), fence_proxy_async()
 //                                           // order generic accesses of this thread with bulk
 //                                           // copies it issues afterwards
+//   Vec16 multimem_add_relaxed_sys<T>(const Multicast&)   (T: Bf16, Fp16, float)
+//        All ranks' vectors there, added in float32 and rounded; nobody says in which order.
+//   void multimem_st_relaxed_sys(const Multicast&, Vec16)   // to every rank's
+//   void fence_proxy_alias()
+//        A Multicast is another address of the same memory, and acquires say nothing about another
+//        address: this must stand between an access of one and an access of the other, on the way
+//        from thread to thread. sm_80 has no multicast.
 //   Shared memory is ordinary C++ memory for its block: plain loads and stores, ordered by the
 //   block and warp barriers below. Words on which a warp waits there use the `_cta` forms.
 //
@@ -175,6 +182,7 @@ enum class Fault : uint32_t {
   kEarlySums = 1u << 28,         // the first part of a chunk's sums counts as all of them
   kLostSums = 1u << 29,          // sums of expanded rows are made, but nobody hears of it
   kEarlyLanded = 1u << 30,       // expanded dispatch says that rows have landed when they are taken
+  kReverseSums = 1u << 31,       // multimem_add begins with the last rank
 };
 
 }  // namespace deep_comm

@@ -9,6 +9,7 @@
 //   proxies      there is only one: what a thread issues after an access of its own, or after a
 //                barrier, is ordered after it. cp.async belongs to it, too.
 //   launches     each begins when the one before it in the stream has ended
+//   multicast    nothing: memory with multicast is refused, so that no kernel gets here
 #pragma once
 
 #include "arch.cuh"
@@ -99,6 +100,17 @@ DC_DEVICE void bulk_wait() {
   static_assert(N >= 0);
   detail::compiler_fence();
 }
+
+// ---- multicast ----------------------------------------------------------------------------------
+
+template <class T>
+DC_DEVICE Vec16 multimem_add_relaxed_sys(const Multicast&) {
+  trap("multicast on sm_80");
+}
+DC_DEVICE void multimem_st_relaxed_sys(const Multicast&, const Vec16&) {
+  trap("multicast on sm_80");
+}
+DC_DEVICE void fence_proxy_alias() { detail::compiler_fence(); }
 
 // ---- launches -----------------------------------------------------------------------------------
 

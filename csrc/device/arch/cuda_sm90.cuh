@@ -1,5 +1,5 @@
 // The primitives of arch.cuh that need sm_90: bulk copies by the async proxy, mbarriers that count
-// bytes, launches that begin early, 8-bit conversions. cuda_sm80.cuh has them without.
+// bytes, multicast, launches that begin early, 8-bit conversions. cuda_sm80.cuh has them without.
 #pragma once
 
 #include "arch.cuh"
@@ -84,6 +84,38 @@ DC_DEVICE void bulk_wait() {
   static_assert(N >= 0);
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
+
+// ---- multicast ----------------------------------------------------------------------------------
+
+#define DC_MULTIMEM_ADD(TYPE)                                                                   \
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add" TYPE " {%0, %1, %2, %3}, [%4];"      \
+               : "=r"(sum.words[0]), "=r"(sum.words[1]), "=r"(sum.words[2]), "=r"(sum.words[3]) \
+               : "l"(from.window + from.offset)                                                 \
+               : "memory")
+
+template <class T>
+DC_DEVICE Vec16 multimem_add_relaxed_sys(const Multicast& from) {
+  static_assert(std::is_same_v<T, Bf16> || std::is_same_v<T, Fp16> || std::is_same_v<T, float>);
+  Vec16 sum;
+  if constexpr (std::is_same_v<T, Bf16>) {
+    DC_MULTIMEM_ADD(".acc::f32.v4.bf16x2");
+  } else if constexpr (std::is_same_v<T, Fp16>) {
+    DC_MULTIMEM_ADD(".acc::f32.v4.f16x2");
+  } else {
+    DC_MULTIMEM_ADD(".v4.f32");
+  }
+  return sum;
+}
+#undef DC_MULTIMEM_ADD
+
+// Moves bits, whatever their type.
+DC_DEVICE void multimem_st_relaxed_sys(const Multicast& to, const Vec16& vec) {
+  asm volatile(
+      "multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to.window + to.offset),
+      "r"(vec.words[0]), "r"(vec.words[1]), "r"(vec.words[2]), "r"(vec.words[3])
+      : "memory");
+}
+DC_DEVICE void fence_proxy_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 // ---- launches -----------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ static_assert(simt::kFaultNames[26].bit == static_cast<uint32_t>(Fault::kSkipBla
 static_assert(simt::kFaultNames[27].bit == static_cast<uint32_t>(Fault::kSkipSums));
 static_assert(simt::kFaultNames[28].bit == static_cast<uint32_t>(Fault::kEarlySums));
 static_assert(simt::kFaultNames[29].bit == static_cast<uint32_t>(Fault::kLostSums));
+static_assert(simt::kFaultNames[30].bit == static_cast<uint32_t>(Fault::kEarlyLanded));
+static_assert(simt::kFaultNames[31].bit == static_cast<uint32_t>(Fault::kReverseSums));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;
@@ -437,6 +439,44 @@ inline void fence_proxy_async_shared(simt::CallSite site = simt::CallSite::here(
 inline void fence_proxy_async_global(simt::CallSite site = simt::CallSite::here()) {
   detail::proxy_fence(false, true, {"fence_proxy_async_global", site});
 }
+
+// ---- multicast ------------------------------------------------------------------------
+// Rank after rank. Here memory has one address for all, which needs no fence.
+
+namespace detail {
+
+inline float to_float(Bf16 value) { return bf16_to_float(value); }
+inline float to_float(Fp16 value) { return fp16_to_float(value); }
+inline float to_float(float value) { return value; }
+inline void round_to(Bf16* to, float value) { *to = float_to_bf16(value); }
+inline void round_to(Fp16* to, float value) { *to = float_to_fp16(value); }
+inline void round_to(float* to, float value) { *to = value; }
+
+}  // namespace detail
+
+template <class T>
+inline Vec16 multimem_add_relaxed_sys(const Multicast& from) {
+  struct alignas(16) Elements {
+    T values[sizeof(Vec16) / sizeof(T)];
+  };
+  constexpr int kCount = sizeof(Vec16) / sizeof(T);
+  float sums[kCount] = {};
+  for (int turn = 0; turn < from.num_ranks; ++turn) {
+    const int rank = fault(Fault::kReverseSums) ? from.num_ranks - 1 - turn : turn;
+    const auto elements =
+        detail::load_words(reinterpret_cast<const Elements*>(from.bases[rank] + from.offset));
+    for (int idx = 0; idx < kCount; ++idx) sums[idx] += detail::to_float(elements.values[idx]);
+  }
+  Elements rounded;
+  for (int idx = 0; idx < kCount; ++idx) detail::round_to(&rounded.values[idx], sums[idx]);
+  return bit_cast<Vec16>(rounded);
+}
+inline void multimem_st_relaxed_sys(const Multicast& to, const Vec16& vec) {
+  for (int rank = 0; rank < to.num_ranks; ++rank) {
+    detail::store_words(reinterpret_cast<Vec16*>(to.bases[rank] + to.offset), vec);
+  }
+}
+inline void fence_proxy_alias() {}
 
 // ---- warp -----------------------------------------------------------------------------
 

@@ -44,6 +44,14 @@ struct Fp16 {
   uint16_t bits;
 };
 
+// One place of all ranks' segments at once: an NVLink switch adds what lies there, or stores to each.
+struct Multicast {
+  uint8_t* window;        // GPUs: the address that stands for the start of every segment
+  uint8_t* const* bases;  // host target: [num_ranks], the segments
+  int num_ranks;
+  uint64_t offset;  // from the start of each
+};
+
 inline constexpr int kRailDone = -1;
 
 // What a GPU asks of its rank's software NIC.

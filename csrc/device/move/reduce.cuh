@@ -12,6 +12,7 @@ struct Numeric;
 
 template <>
 struct Numeric<Dtype::kFloat32> {
+  using Element = float;
   static constexpr int kPerVec = 4;
   DC_DEVICE static void add(float* sum, const Vec16& vec) {
     DC_UNROLL
@@ -34,6 +35,7 @@ struct Numeric<Dtype::kFloat32> {
 
 template <>
 struct Numeric<Dtype::kBfloat16> {
+  using Element = Bf16;
   static constexpr int kPerVec = 8;
   DC_DEVICE static void add(float* sum, const Vec16& vec) {
     DC_UNROLL
@@ -62,6 +64,7 @@ struct Numeric<Dtype::kBfloat16> {
 
 template <>
 struct Numeric<Dtype::kFloat16> {
+  using Element = Fp16;
   static constexpr int kPerVec = 8;
   DC_DEVICE static void add(float* sum, const Vec16& vec) {
     DC_UNROLL

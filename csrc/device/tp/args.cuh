@@ -53,6 +53,7 @@ struct CollectiveArgs {
   uint64_t staging_bytes;  // of one
   uint32_t signature;      // of operation and arguments, equal on all ranks
   RowNorm norm;            // kAllReduceNorm
+  uint8_t* multicast;      // window over all segments (see Multicast); null: there is none
 };
 
 // signal_word and await_word, of one stream.

@@ -15,6 +15,22 @@
 // waits  end when every rank has launched the same operation: staging warps wait for nobody
 //
 // Sums are taken in float32 in rank order and rounded once, so that all ranks and runs have the same.
+//
+// With kMulticast an NVLink switch takes the sums, in float32 in an order that nobody specifies. Each
+// rank stages its own part as well and waits for its own `tail`. In two shots the rank that adds a
+// shard sends each sum to every staging by one store, over what was added, and every rank loads the sums
+// from its own staging.
+// * Such a store writes into the peers' memory. It comes after this rank has seen every rank's `tail`
+//   of this generation for the part: a peer that has staged it has read what its staging held before,
+//   be it of a collective or of a product. This rank alone reads the vectors that it overwrites, and
+//   the thread that overwrites them has read them.
+// * It ends before anybody's next use of that staging: every rank waits for all `done` before it leaves.
+// * A switch is reached by another address than a rank's own memory. PTX orders accesses by different
+//   addresses only if a proxy fence of aliases stands on the way from one to the other (PTX ISA,
+//   "Proxies" and "Causality Order"). It stands before each release, where one warp makes it for all. From
+//   launch to launch none is needed.
+// * all_gather has no such form: it would store into peers' stagings before it has heard of them, while
+//   they may still read what a product has left there, and would need room for R shards.
 #pragma once
 
 #include "device/move/parts.cuh"
@@ -49,6 +65,11 @@ struct CollectiveCall {
   DC_DEVICE uint8_t* staged(int rank, int shard) const {
     return world().bases[rank] + staging + shard * args.shard_vecs * sizeof(Vec16);
   }
+  // Vector v of the shard in every rank's staging.
+  DC_DEVICE Multicast staged_everywhere(int shard, int64_t v) const {
+    return {args.multicast, world().bases, world().num_ranks,
+            staging + (shard * args.shard_vecs + v) * sizeof(Vec16)};
+  }
   DC_DEVICE int64_t bytes_of(int shard) const {
     const int64_t rest = args.num_bytes - shard * args.shard_bytes;
     return max_of<int64_t>(0, min_of(rest, args.shard_bytes));
@@ -76,25 +97,27 @@ struct CollectiveCall {
 };
 
 // One warp of a team whose other warps have met it at a barrier: tells the peers about num_parts
-// parts.
-template <uint64_t RecvLine::*kWord>
+// parts, and with kMulticast this rank.
+template <uint64_t RecvLine::*kWord, bool kMulticast>
 DC_DEVICE void publish_parts(const CollectiveCall& call, int num_parts) {
   const World& world = call.world();
   const int peer = arch::lane_idx();
-  if (peer >= world.num_ranks || peer == world.rank) return;
+  if (peer >= world.num_ranks || (!kMulticast && peer == world.rank)) return;
+  // What was stored by one of the two addresses is loaded by the other.
+  if constexpr (kMulticast) arch::fence_proxy_alias();
   // pairs with: await_parts at the peer — this block's parts before num_parts
   arch::st_release_sys(&(world.recv_line(peer, arch::block_idx(), world.rank)->*kWord),
                        Tagged::pack(call.context.generation, static_cast<uint32_t>(num_parts)));
 }
 
 // The whole warp: waits until every peer has published num_parts parts. The result is uniform.
-//   unblocked by: publish_parts of the same block at every peer
-template <uint64_t RecvLine::*kWord>
+//   unblocked by: publish_parts of the same block at every peer, and with kOfAll at this rank
+template <uint64_t RecvLine::*kWord, bool kOfAll = false>
 DC_DEVICE bool await_parts(const CollectiveCall& call, Stage stage, Word word, int num_parts) {
   const World& world = call.world();
   const int peer = arch::lane_idx(), block = arch::block_idx();
   bool ok = true;
-  if (peer < world.num_ranks && peer != world.rank) {
+  if (peer < world.num_ranks && (kOfAll || peer != world.rank)) {
     const uint32_t generation = call.context.generation;
     const uint32_t wanted = static_cast<uint32_t>(num_parts);
     uint64_t raw = 0;
@@ -113,7 +136,7 @@ DC_DEVICE bool await_parts(const CollectiveCall& call, Stage stage, Word word, i
   return arch::all(kFullMask, ok);
 }
 
-template <Collective kOp>
+template <Collective kOp, bool kMulticast>
 DC_DEVICE void stage_parts(const CollectiveCall& call, const Team& team) {
   const CollectiveArgs& args = call.args;
   const World& world = call.world();
@@ -128,18 +151,18 @@ DC_DEVICE void stage_parts(const CollectiveCall& call, const Team& team) {
           [&](int64_t v, const Vec16& vec) { arch::st_weak(dst + v, vec); });
     };
     if constexpr (CollectiveForm<kOp>::kHasShards) {
-      for (int turn = 1; turn < world.num_ranks; ++turn) {
+      for (int turn = kMulticast ? 0 : 1; turn < world.num_ranks; ++turn) {
         stage((world.rank + turn) % world.num_ranks);
       }
     } else {
       stage(0);
     }
     arch::sync_named(kStagedBarrier, team.num_threads());
-    if (team.warp == 0) publish_parts<&RecvLine::tail>(call, idx + 1);
+    if (team.warp == 0) publish_parts<&RecvLine::tail, kMulticast>(call, idx + 1);
   }
 }
 
-template <Collective kOp, Dtype kDtype>
+template <Collective kOp, Dtype kDtype, bool kMulticast>
 DC_DEVICE void reduce_parts(const CollectiveCall& call, const Team& team) {
   using Form = CollectiveForm<kOp>;
   const CollectiveArgs& args = call.args;
@@ -149,33 +172,52 @@ DC_DEVICE void reduce_parts(const CollectiveCall& call, const Team& team) {
   uint8_t* out = args.out + (Form::kStagesSums ? shard * args.shard_bytes : 0);
   const int64_t num_bytes = call.bytes_of(shard);
   Vec16* sums = reinterpret_cast<Vec16*>(call.staged(world.rank, shard));
+  const auto store = [&](int64_t v, Vec16 sum) {
+    if constexpr (Form::kNorms) {
+      if (v * static_cast<int64_t>(sizeof(Vec16)) >= num_bytes) return;
+      const uint8_t* residual = args.norm.residual + shard * args.shard_bytes;
+      sum = add_vecs<kDtype>(sum, load_input(residual, num_bytes, v));
+    }
+    store_output(out, num_bytes, v, sum);
+    if constexpr (Form::kStagesSums && kMulticast) {
+      arch::multimem_st_relaxed_sys(call.staged_everywhere(shard, v), sum);
+    } else if constexpr (Form::kStagesSums) {
+      arch::st_weak(sums + v, sum);
+    }
+  };
   for (int idx = 0; idx < args.num_parts; ++idx) {
     // After a failure the team still meets at its barriers.
-    if (await_parts<&RecvLine::tail>(call, Stage::kStaged, Word::kStaged, idx + 1)) {
-      add_range<kDtype>(
-          team, call.part(idx), world.num_ranks,
-          [&](int rank, int64_t v) {
-            if (rank == world.rank) return load_input(x, num_bytes, v);
-            return arch::ld_weak(reinterpret_cast<const Vec16*>(call.staged(rank, shard)) + v);
-          },
-          [&](int64_t v, Vec16 sum) {
-            if constexpr (Form::kNorms) {
-              if (v * static_cast<int64_t>(sizeof(Vec16)) >= num_bytes) return;
-              const uint8_t* residual = args.norm.residual + shard * args.shard_bytes;
-              sum = add_vecs<kDtype>(sum, load_input(residual, num_bytes, v));
-            }
-            store_output(out, num_bytes, v, sum);
-            if constexpr (Form::kStagesSums) arch::st_weak(sums + v, sum);
-          });
+    if (await_parts<&RecvLine::tail, kMulticast>(call, Stage::kStaged, Word::kStaged, idx + 1)) {
+      if constexpr (kMulticast) {
+        copy_range(
+            team, call.part(idx),
+            [&](int64_t v) {
+              return arch::multimem_add_relaxed_sys<typename Numeric<kDtype>::Element>(
+                  call.staged_everywhere(shard, v));
+            },
+            store);
+      } else {
+        add_range<kDtype>(
+            team, call.part(idx), world.num_ranks,
+            [&](int rank, int64_t v) {
+              if (rank == world.rank) return load_input(x, num_bytes, v);
+              return arch::ld_weak(reinterpret_cast<const Vec16*>(call.staged(rank, shard)) + v);
+            },
+            store);
+      }
     }
     if constexpr (Form::kStagesSums) {
       arch::sync_named(kSummedBarrier, team.num_threads());
       // A warp that has failed has added nothing; the peers must not take that for sums.
-      if (team.warp == 0 && !is_aborted(world)) publish_parts<&RecvLine::done>(call, idx + 1);
+      if (team.warp == 0 && !is_aborted(world)) {
+        publish_parts<&RecvLine::done, kMulticast>(call, idx + 1);
+      }
     }
     if constexpr (Form::kNorms) {
+      // What went to every staging is there only when the switch has brought it back.
+      const Vec16* rows = kMulticast ? reinterpret_cast<const Vec16*>(out) : sums;
       const auto load = [&](int64_t first) {
-        return [=](int64_t v) { return arch::ld_weak(sums + first + v); };
+        return [=](int64_t v) { return arch::ld_weak(rows + first + v); };
       };
       call.for_rows(team, idx, shard, [&](int64_t first) {
         normalise_row<kDtype>(args.norm, call.normed(shard, first), load(first), load(first));
@@ -184,7 +226,7 @@ DC_DEVICE void reduce_parts(const CollectiveCall& call, const Team& team) {
   }
 }
 
-template <Collective kOp, Dtype kDtype>
+template <Collective kOp, Dtype kDtype, bool kMulticast>
 DC_DEVICE void gather_parts(const CollectiveCall& call, const Team& team) {
   constexpr bool kOfSums = CollectiveForm<kOp>::kStagesSums;
   const CollectiveArgs& args = call.args;
@@ -203,7 +245,8 @@ DC_DEVICE void gather_parts(const CollectiveCall& call, const Team& team) {
     if (!is_there) return;
     for (int turn = 1; turn < world.num_ranks; ++turn) {
       const int peer = (world.rank + turn) % world.num_ranks;
-      const Vec16* src = reinterpret_cast<const Vec16*>(call.staged(peer, kOfSums ? peer : 0));
+      const Vec16* src = reinterpret_cast<const Vec16*>(
+          call.staged(kMulticast ? world.rank : peer, kOfSums ? peer : 0));
       uint8_t* out = args.out + peer * args.shard_bytes;
       const int64_t num_bytes = kOfSums ? call.bytes_of(peer) : args.num_bytes;
       if constexpr (CollectiveForm<kOp>::kNorms) {
@@ -227,7 +270,7 @@ DC_DEVICE void gather_parts(const CollectiveCall& call, const Team& team) {
   }
 }
 
-template <Collective kOp, Dtype kDtype>
+template <Collective kOp, Dtype kDtype, bool kMulticast>
 DC_DEVICE void collective(const CollectiveArgs& args) {
   using Form = CollectiveForm<kOp>;
   const Context context{args.world, Form::kKernel, current_generation(args.world)};
@@ -246,14 +289,14 @@ DC_DEVICE void collective(const CollectiveArgs& args) {
       }
     }
   } else if (reducer < 0) {
-    stage_parts<kOp>(call, {stager, roles.num_stage_warps});
+    stage_parts<kOp, kMulticast>(call, {stager, roles.num_stage_warps});
   } else if (gatherer < 0) {
     if constexpr (Form::kReduces) {
-      reduce_parts<kOp, kDtype>(call, {reducer, roles.num_reduce_warps});
+      reduce_parts<kOp, kDtype, kMulticast>(call, {reducer, roles.num_reduce_warps});
     }
   } else {
     if constexpr (Form::kGathers) {
-      gather_parts<kOp, kDtype>(call, {gatherer, roles.num_gather_warps});
+      gather_parts<kOp, kDtype, kMulticast>(call, {gatherer, roles.num_gather_warps});
     }
   }
   const BlockExit exit = exit_block(context);

@@ -8,9 +8,11 @@
 
 namespace deep_comm {
 
-template <Collective kOp, Dtype kDtype>
+template <Collective kOp, Dtype kDtype, bool kMulticast = false>
 struct CollectiveKernel : WaitingKernel<CollectiveArgs, CollectiveForm<kOp>::kKernel, 512> {
-  DC_DEVICE static void run(const CollectiveArgs& args) { collective<kOp, kDtype>(args); }
+  DC_DEVICE static void run(const CollectiveArgs& args) {
+    collective<kOp, kDtype, kMulticast>(args);
+  }
 };
 
 struct SignalWordKernel : LocalKernel<WordArgs, Kernel::kSignalWord, kWarpSize> {

@@ -71,6 +71,7 @@ struct RailReads {
 // Of collectives: two parts at the same place of every rank's heap.
 struct Staging {
   size_t offset = 0, num_bytes = 0;  // from the heap's base; of one part
+  uint8_t* multicast = nullptr;      // window over all heaps (see device/arch); null: there is none
 };
 
 class CallContext {

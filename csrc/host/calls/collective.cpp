@@ -121,6 +121,7 @@ Collected run(CallContext& context, const CheckedCollective& checked, RowNorm no
     args.shard_vecs = checked.shard_vecs;
     args.staging = context.staging.offset;
     args.staging_bytes = context.staging.num_bytes;
+    args.multicast = context.staging.multicast;
     args.norm = norm;
     context.launch([&] {
       context.engine.collective(args, checked.dtype, static_cast<int>(checked.x.type.id),
@@ -196,7 +197,11 @@ Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod meth
                   const IntegerRef& num_sms) {
   const int num_ranks = context.group.num_ranks;
   const int64_t most = num_ranks <= 4 ? kMostOneShotBytes : kMostOneShotBytesOfMany;
-  const bool is_small = num_ranks <= 2 || x.num_elements() * x.type.num_bytes <= most;
+  // In one shot every rank asks the switch, whose order may differ from rank to rank. A sum of two
+  // has no order.
+  const bool has_order = context.staging.multicast == nullptr;
+  const bool is_small =
+      num_ranks <= 2 || (has_order && x.num_elements() * x.type.num_bytes <= most);
   const bool is_one_shot =
       method == AllReduceMethod::kAuto ? is_small : method == AllReduceMethod::kOneShot;
   return collective(context, is_one_shot ? Collective::kAllReduceOnce : Collective::kAllReduceTwice,

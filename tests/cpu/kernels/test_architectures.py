@@ -92,3 +92,10 @@ def test_kernels_run_on_the_gpus_that_their_code_suits(
 ) -> None:
     assert all(runs_on(architectures, *capability) for capability in good)
     assert not any(runs_on(architectures, *capability) for capability in bad)
+
+
+def test_only_code_from_an_architecture_on_may_count() -> None:
+    assert runs_on("80 90a ptx80", 9, 0, least=90)
+    assert runs_on("80 ptx90", 10, 0, least=90)
+    assert not runs_on("80 ptx80", 9, 0, least=90)  # what runs there is made of sm_80's code
+    assert not runs_on("90a ptx80", 10, 0, least=90)

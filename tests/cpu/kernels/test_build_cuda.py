@@ -66,6 +66,13 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["fence_proxy_async_shared"] = ["fence.proxy.async.shared::cta"]
     expected["fence_proxy_async_global"] = ["fence.proxy.async.global"]
 
+    load = "multimem.ld_reduce.relaxed.sys.global.add"
+    expected["multimem_add_relaxed_sys_bf16"] = [f"{load}.acc::f32.v4.bf16x2"]
+    expected["multimem_add_relaxed_sys_fp16"] = [f"{load}.acc::f32.v4.f16x2"]
+    expected["multimem_add_relaxed_sys_float"] = [f"{load}.v4.f32"]
+    expected["multimem_st_relaxed_sys"] = ["multimem.st.relaxed.sys.global.v4.f32"]
+    expected["fence_proxy_alias"] = ["fence.proxy.alias"]
+
     expected["spin_then_read"] = [
         "ld.acquire.sys.global.u32",
         "ld.weak.global.v4.u32",
@@ -150,11 +157,13 @@ def expected_on_sm80() -> dict[str, list[str]]:
     nothing = (
         "elect_one", "fence_proxy_async", "fence_proxy_async_shared", "fence_proxy_async_global",
         "fence_mbarrier_init", "bulk_commit", "bulk_wait_read", "bulk_wait",
-        "await_earlier_launch", "allow_later_launch", "floats_to_e4m3x2",
+        "await_earlier_launch", "allow_later_launch", "floats_to_e4m3x2", "fence_proxy_alias",
     )  # fmt: skip
+    expected = expected_instructions()
     return {
-        **expected_instructions(),
+        **expected,
         **dict.fromkeys(nothing, []),
+        **{probe: ["trap"] for probe in expected if probe.startswith("multimem_")},
         "mbarrier_try_wait_parity": ["mbarrier.test_wait.parity.acquire.cta.shared::cta.b64"],
         "bulk_load": ["cp.async.cg.shared.global"] * 4
         + ["cp.async.mbarrier.arrive.noinc.shared.b64"],

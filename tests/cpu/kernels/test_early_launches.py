@@ -117,8 +117,8 @@ WAIT, LET_GO = 0x82E, 0x82D
 MEMORY = {0x980, 0x981, 0x985, 0x986, 0x98A, 0x98E, 0x9A8, 0x3A9, 0x3BA, 0x3BB}
 
 
-def kernels_in(cubin: bytes) -> Iterator[tuple[str, list[int]]]:
-    """Name and opcodes of every kernel, in the order of their addresses."""
+def code_in(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and instructions of every kernel, in the order of their addresses."""
     (section_table,) = struct.unpack_from("<Q", cubin, 0x28)
     entry_bytes, num_entries, names_idx = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [
@@ -130,8 +130,13 @@ def kernels_in(cubin: bytes) -> Iterator[tuple[str, list[int]]]:
         begin = names + name_offset
         name = cubin[begin : cubin.index(b"\0", begin)].decode()
         if name.startswith(".text."):
-            code = cubin[offset : offset + size]
-            yield name, [code[at] | (code[at + 1] & 0xF) << 8 for at in range(0, size, 16)]
+            yield name, cubin[offset : offset + size]
+
+
+def kernels_in(cubin: bytes) -> Iterator[tuple[str, list[int]]]:
+    """Name and opcodes of every kernel, in the order of their addresses."""
+    for name, code in code_in(cubin):
+        yield name, [code[at] | (code[at + 1] & 0xF) << 8 for at in range(0, len(code), 16)]
 
 
 def early_accesses(opcodes: list[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from collectives import (
     OPS,
     Call,
     CollectiveCase,
+    make,
     random_case,
     run_case,
     together,
     verify,
+    verify_near,
+    x_of,
 )
 from run_by import run_by
 
@@ -26,6 +30,7 @@ from deep_comm.symmetric import SymmetricMemory
 pytestmark = pytest.mark.usefixtures("poison")
 
 RANKS = (1, 2, 3, 4, 8)
+by_switch_or_not = pytest.mark.parametrize("multicast", [False, True])
 
 
 def on_threads(case: CollectiveCase, **options: Any) -> None:
@@ -33,38 +38,41 @@ def on_threads(case: CollectiveCase, **options: Any) -> None:
     verify(case, local.run(run, case.num_ranks, timeout_s=60))
 
 
+@by_switch_or_not
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("op", OPS)
-def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None:
+def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int, multicast: bool) -> None:
     shapes = ((num_ranks, 64), (3 * num_ranks, 40), (num_ranks,), (5 * num_ranks, 7, 3))
     calls = tuple(
         Call(op, shape, dtype, num_sms)
         for shape in shapes
         for dtype, num_sms in zip(FLOATS, (1, 2, 3), strict=True)
     )
-    on_threads(CollectiveCase(num_ranks, calls))
+    on_threads(CollectiveCase(num_ranks, calls, multicast=multicast))
 
 
+@by_switch_or_not
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_sums_with_a_residual_are_normalised(num_ranks: int) -> None:
+def test_sums_with_a_residual_are_normalised(num_ranks: int, multicast: bool) -> None:
     shapes = ((1, 8), (2, 8 * 33), (7, 24), (3 * num_ranks, 520), (40, 16))
     calls = tuple(
         Call(NORM, shape, dtype, num_sms)
         for shape in shapes
         for dtype, num_sms in zip(FLOATS, (1, 2, 3), strict=True)
     )
-    on_threads(CollectiveCase(num_ranks, calls, staging_bytes=1 << 16))
+    on_threads(CollectiveCase(num_ranks, calls, staging_bytes=1 << 16, multicast=multicast))
 
 
+@by_switch_or_not
 @pytest.mark.parametrize("op", OPS)
-def test_tensors_may_begin_and_end_anywhere(op: str) -> None:
+def test_tensors_may_begin_and_end_anywhere(op: str, multicast: bool) -> None:
     calls = tuple(
         Call(op, (3, elements), dtype, 2, offset)
         for elements in (1, 5, 8, 17)
         for offset in (0, 1, 3)
         for dtype in (torch.bfloat16, torch.float32)
     )
-    on_threads(CollectiveCase(3, calls))
+    on_threads(CollectiveCase(3, calls, multicast=multicast))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.complex64])
@@ -119,10 +127,60 @@ def test_generations_wrap_around() -> None:
 FAULTS = ("weaken_release", "ignore_generation")
 
 
+@by_switch_or_not
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("op", (*OPS[:4], NORM))
-def test_a_left_out_step_is_noticed(fault: str, op: str) -> None:
+def test_a_left_out_step_is_noticed(fault: str, op: str, multicast: bool) -> None:
     calls = (Call(op, (6, 24), torch.float32),) * 3
-    case = CollectiveCase(2, calls)
+    case = CollectiveCase(2, calls, multicast=multicast)
     schedules.pass_without_fault(case, run_case, verify, 4)
     schedules.find_fault(fault, case, run_case, verify)
+
+
+@pytest.mark.parametrize("op", (*OPS[1:], NORM))
+def test_nothing_depends_on_the_order_in_which_a_switch_adds(op: str) -> None:
+    calls = tuple(Call(op, (8, 24), dtype) for dtype in FLOATS)
+    ascending = CollectiveCase(4, calls, multicast=True)
+    case = replace(ascending, descending=True)
+    results = schedules.simulated(case, run_case, 3, faults=("reverse_sums",))
+    verify(case, results)
+    with pytest.raises(AssertionError, match="expected"):
+        verify(ascending, results)
+    verify_near(ascending, results)  # as tests/gpu does
+    results[1][0].add_(1000)
+    with pytest.raises(AssertionError, match="rank"):
+        verify_near(ascending, results)
+
+
+def test_one_shot_is_chosen_where_no_order_shows() -> None:
+    """In one shot every rank asks the switch for its own sums. test_ranks_that_disagree_are_named
+    shows that ranks must take the same number of shots."""
+
+    for num_ranks, multicast, chosen in (
+        (2, True, "one_shot"), (3, True, "two_shot"), (3, False, "one_shot"),
+    ):  # fmt: skip
+        method = lambda memory: "auto" if memory.rank else chosen
+        add = lambda memory: tp.all_reduce(torch.ones(4), memory, method=method(memory))
+        for total in together(add, num_ranks, multicast=multicast):
+            assert (total == num_ranks).all()
+
+
+def after_products(group: Any, case: CollectiveCase) -> list[torch.Tensor]:
+    """Sums right after products, whose rows the same staging has held, and the other way round."""
+    results = []
+    options = {"staging_bytes": case.staging_bytes, "multicast": case.multicast}
+    with SymmetricMemory(group, 0, device="cpu", **options) as memory:
+        for number, call in enumerate(case.calls):
+            rows = torch.full((3, 4), 10.0 * memory.rank + number)
+            (gathered,) = tp.all_gather_matmul(rows, torch.eye(4), memory, method="decomposed")[1]
+            wanted = 10.0 * torch.arange(case.num_ranks).repeat_interleave(3) + number
+            assert torch.equal(gathered, wanted[:, None].expand_as(gathered))
+            results.append(make(call, x_of(call, memory.rank, number), memory, number))
+    return results
+
+
+@pytest.mark.parametrize("op", [*OPS[1:4], NORM])
+def test_a_switch_stores_nothing_over_the_rows_of_a_product(op: str) -> None:
+    case = CollectiveCase(3, (Call(op, (6, 24), torch.float32),) * 2, 1 << 10, multicast=True)
+    schedules.pass_without_fault(case, after_products, verify, 20)
+    schedules.find_fault("weaken_release", case, after_products, verify)

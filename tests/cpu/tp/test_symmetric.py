@@ -81,11 +81,12 @@ def test_a_full_memory_says_how_much_is_needed(group: Any, /) -> None:
         memory.empty((32,), torch.float32)
 
 
-@pytest.mark.parametrize("field", ["shape", "dtype", "count of words", "num_bytes"])
+@pytest.mark.parametrize("field", ["shape", "dtype", "count of words", "num_bytes", "multicast"])
 def test_ranks_that_ask_for_different_memory_are_named(field: str) -> None:
     def fn(group: Any) -> None:
         is_odd = group.rank() == 1
-        with memory_of(group, 2048 if field == "num_bytes" and is_odd else 1024) as memory:
+        num_bytes = 2048 if field == "num_bytes" and is_odd else 1024
+        with memory_of(group, num_bytes, multicast=field == "multicast" and is_odd) as memory:
             if field == "count of words":
                 memory.words(1 + is_odd)
             else:

@@ -46,6 +46,10 @@ def add(memory: SymmetricMemory, x: Any = None, method: Any = "one_shot") -> tor
     return tp.all_reduce(ones(4) if x is None else x, memory, method=method)
 
 
+def add_twice(memory: SymmetricMemory) -> torch.Tensor:
+    return add(memory, method="two_shot")
+
+
 def gather(memory: SymmetricMemory, x: Any = None, method: Any = "decomposed") -> torch.Tensor:
     rows = torch.full((2, 4), memory.rank + 1.0) if x is None else x
     return tp.all_gather_matmul(rows, torch.eye(4), memory, method=method)[1][0]
@@ -63,7 +67,7 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[SymmetricMemory], Any]]
     "a barrier": (add, lambda memory: memory.barrier()),
     "another size": (add, lambda memory: add(memory, ones(5))),
     "another dtype": (add, lambda memory: add(memory, ones(8).bfloat16())),
-    "another method": (add, lambda memory: add(memory, method="two_shot")),
+    "another method": (add, add_twice),
     "a collective": (gather, add),
     "another size of a product": (gather, lambda memory: gather(memory, ones(3, 4))),
     "another method of a product": (gather, lambda memory: gather(memory, method="unfused")),
@@ -85,9 +89,12 @@ def test_ranks_that_disagree_are_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("calls_before", [0, 1])
-@pytest.mark.parametrize("call", [add, gather])
+@pytest.mark.parametrize(
+    ("call", "multicast"),
+    [(add, False), (add, True), (add_twice, True), (gather, False)],
+)
 def test_a_rank_that_never_comes_is_named_and_reset_takes_it_back(
-    call: Callable[[SymmetricMemory], torch.Tensor], calls_before: int
+    call: Callable[[SymmetricMemory], torch.Tensor], multicast: bool, calls_before: int
 ) -> None:
     is_over = threading.Event()
 
@@ -108,7 +115,7 @@ def test_a_rank_that_never_comes_is_named_and_reset_takes_it_back(
 
     rows = torch.tensor([1.0, 1, 2, 2, 3, 3])[:, None].expand(6, 4)
     wanted = rows if call is gather else torch.full((4,), 3.0)
-    for result in together(fn, 3, timeout_s=0.5):
+    for result in together(fn, 3, timeout_s=0.5, multicast=multicast):
         assert torch.equal(result, wanted), result
 
 
