@@ -220,7 +220,7 @@ def _adapt(group: Any, comm: Any) -> RankGroup:
         return group
     if callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None)):
         return _TorchGroup(group)
-    if group == _NON_GROUP_MEMBER:
+    if isinstance(group, int) and group == _NON_GROUP_MEMBER:
         raise ArgumentError("group", None, "does not contain this process (NON_GROUP_MEMBER)")
     raise ArgumentError(
         "group",

@@ -372,7 +372,12 @@ def test_a_buffer_without_room_says_how_much_it_needs() -> None:
 
 def test_a_buffer_needs_a_group_or_a_communicator() -> None:
     # -100: what torch.distributed.new_group returns to a process that is not in the group.
-    for group, text in ((None, "init_process_group"), (object(), "must be"), (-100, "process")):
+    for group, text in (
+        (None, "init_process_group"),
+        (object(), "must be"),
+        (torch.zeros(2), "must be"),  # what it is compared with is no bool
+        (-100, "process"),
+    ):
         with pytest.raises(ArgumentError, match=text) as caught:
             Buffer(group, device="cpu")
         assert caught.value.argument == "group"
