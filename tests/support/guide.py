@@ -44,7 +44,7 @@ def _bench_calls(text: str) -> list[tuple[str, str]]:
     """Of blocks line by line, of code in the text from quote to quote."""
     call = r"^[^#]*?(?:-m deep_comm\.|deep_comm )(bench(?:\.\w+)?)(\s[^`]*)?$"
     parts = text.split("```")
-    lines = [line for block in parts[1::2] for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in parts[1::2] for line in block.replace("\\\n", "").splitlines()]
     quoted = [code for part in parts[::2] for code in part.split("`")[1::2]]
     return [found.groups("") for code in (*lines, *quoted) if (found := re.search(call, code))]
 
@@ -131,7 +131,7 @@ def run_script(page: str, script: str, folder: Path) -> str:
 def checked(block: str) -> str:
     """The block; commands that say "must fail" must, those in the background must not."""
     lines, background = [], False
-    for line in block.replace("\\\n", " ").splitlines():
+    for line in block.replace("\\\n", "").splitlines():
         command = line.split("  #")[0].strip()
         if "must fail" in line:
             command = f"! {command}\n[ $? = 0 ]"
