@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from deep_comm import tuning
-from deep_comm.backends import resolve_device
 from deep_comm.buffer import Buffer
-from deep_comm.context import Context
 from deep_comm.context.shape import Mode, MoEShape, require_mode
 from deep_comm.errors import ArgumentError
 from deep_comm.ranks.rendezvous import Rendezvous
@@ -74,18 +72,15 @@ def num_nodes_of(num_ranks: Any, ranks_per_node: int | None) -> int:
 
 def build_buffer(
     shape: MoEShape,
-    is_named: bool,
     mode: Mode,
     group: Any,
     comm: Any,
     device: Any,
     ranks_per_node: int | None,
     timeout_s: float | None,
-) -> tuple[MoEShape, Buffer]:
-    """The shape that was settled on, and a Buffer that is large enough. Collective."""
-    rendezvous = Rendezvous(group, comm).meet(timeout_s)
-    shape = settle(shape, rendezvous, resolve_device(device), is_named)
-    buffer = Buffer.for_shape(
+) -> Buffer:
+    """A Buffer that is large enough. Collective."""
+    return Buffer.for_shape(
         group,
         hidden=shape.hidden,
         num_experts=shape.num_experts,
@@ -100,14 +95,19 @@ def build_buffer(
         ranks_per_node=ranks_per_node,
         timeout_s=timeout_s,
     )
-    return shape, buffer
 
 
 def require_alike(
-    ctx: Context, shape: MoEShape, mode: Mode, expert_alignment: int, max_recv_rows: int | None
+    rendezvous: Rendezvous,
+    shape: MoEShape,
+    mode: Mode,
+    expert_alignment: int,
+    max_recv_rows: int | None,
+    ranks_per_node: int | None,
 ) -> None:
-    """ConfigMismatch on all ranks if they want different layers. Collective."""
-    ctx.rendezvous.require_equal(
+    """ConfigMismatch on all ranks if they want different layers. Collective, and before a Buffer is
+    built: its sizes follow from these, and would be named instead."""
+    rendezvous.require_equal(
         {
             "hidden": shape.hidden,
             "num_experts": shape.num_experts,
@@ -119,6 +119,7 @@ def require_alike(
             "fp8": shape.fp8,
             "expert_alignment": expert_alignment,
             "max_recv_rows": max_recv_rows,
+            "ranks_per_node": ranks_per_node,
         }
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from deep_comm import log
+from deep_comm.backends import resolve_device
 from deep_comm.buffer import Buffer
 from deep_comm.context.shape import (
     DEFAULT_DECODE_TOKENS,
@@ -20,12 +21,13 @@ from deep_comm.context.shape import (
     estimate_memory,
     preset_decode_tokens,
 )
-from deep_comm.errors import UnsupportedError
+from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.layer import construction, ops
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
 from deep_comm.layer.steps import Experts, Steps
+from deep_comm.ranks.rendezvous import Rendezvous
 
 _SHOWN_CALLS = ("forward", "dispatch", "dispatch_async", "combine", "combine_async")
 
@@ -144,25 +146,32 @@ class ExpertParallel(torch.nn.Module):
         self.mode: Mode = mode
         self._owns_buffer = buffer is None
         if buffer is None:
-            shape, buffer = construction.build_buffer(
-                shape, is_named, mode, group, comm, device, ranks_per_node, timeout_s
-            )
-        else:
+            device = resolve_device(device)
+            rendezvous = Rendezvous(group, comm).meet(timeout_s)
+        elif isinstance(buffer, Buffer):
+            device = buffer.device
             rendezvous = buffer._context.rendezvous.meet(timeout_s)
-            shape = construction.settle(shape, rendezvous, buffer.device, is_named)
-        self.shape, self.buffer = shape, buffer
+        else:
+            raise ArgumentError("buffer", type(buffer).__name__, "must be a Buffer")
+        self.shape = shape = construction.settle(shape, rendezvous, device, is_named)
+        construction.require_alike(
+            rendezvous, shape, mode, expert_alignment, max_recv_rows, ranks_per_node
+        )
+        if buffer is None:
+            buffer = construction.build_buffer(
+                shape, mode, group, comm, device, ranks_per_node, timeout_s
+            )
+        self.buffer = buffer
         num_ranks = buffer.group_size
-        ctx = buffer._context
-        num_nodes = ctx.topology.num_nodes
-        self.memory = estimate_memory(self.shape, num_ranks, mode, buffer.device.type, num_nodes)
-        try:
-            construction.require_alike(ctx, self.shape, mode, expert_alignment, max_recv_rows)
-            can_decode = self.shape.can_decode and mode != "prefill"
-            if can_decode:
-                construction.require_decode(buffer, self.shape)
-        except BaseException:
-            self.destroy()
-            raise
+        num_nodes = buffer._context.topology.num_nodes
+        self.memory = estimate_memory(shape, num_ranks, mode, buffer.device.type, num_nodes)
+        can_decode = shape.can_decode and mode != "prefill"
+        if can_decode:
+            try:
+                construction.require_decode(buffer, shape)
+            except BaseException:
+                self.destroy()
+                raise
         if max_recv_rows is None:
             max_recv_rows = construction.most_rows(self.shape, num_ranks, expert_alignment)
         self._steps = Steps(buffer, self.shape, expert_alignment, max_recv_rows, can_decode)
@@ -237,6 +246,15 @@ class ExpertParallel(torch.nn.Module):
         """Share the layer: its memory cannot be copied."""
         return self
 
+    def __copy__(self) -> ExpertParallel:
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise UnsupportedError(
+            "an ExpertParallel cannot be pickled, as its memory is shared with its peers: save the "
+            "model's state_dict(), and build the layer where it is loaded"
+        )
+
     def reset(self, *, without: Iterable[int] = ()) -> None:
         """After a PeerTimeout: reset the Buffer, and begin "auto" anew. Collective.
 
@@ -299,7 +317,7 @@ class ExpertParallel(torch.nn.Module):
         """Dispatch, ``experts``, combine. Collective.
 
         Args:
-            x: [T, H] of the layer's dtype.
+            x: [T, H] of the layer's dtype; contiguous, as the next two.
             topk_idx: int64 or int32 [T, K], global expert indices; -1: no selection.
             topk_weights: float32 [T, K].
             experts: gets an ExpertBatch, returns rows of the shape of its x, of the layer's dtype.

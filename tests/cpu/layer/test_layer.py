@@ -151,13 +151,28 @@ def test_options_that_cannot_be_are_named_before_anything_is_launched(group: Any
             layer(x.requires_grad_(), idx, weights, same, mode="decode")
 
 
-@run_by(local.run, 2, timeout_s=30)
-def test_ranks_that_are_built_differently_are_told(group: Any, /) -> None:
-    with pytest.raises(ConfigMismatch):
-        deep_comm.ExpertParallel(
-            group, hidden=64, num_experts=4, num_topk=2 + group.rank(), max_tokens=8,
-            device="cpu",
-        )  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("num_topk", (2, 3)), ("max_tokens", (8, 9)), ("hidden", (64, 128)),
+        ("mode", ("auto", "prefill")), ("dtype", (torch.bfloat16, torch.float16)),
+        ("ranks_per_node", (2, 1)), ("expert_alignment", (1, 2)),
+    ],
+)  # fmt: skip
+def test_ranks_that_are_built_differently_are_told(name: str, values: tuple[Any, Any]) -> None:
+    good = dict(hidden=64, num_experts=4, num_topk=2, max_tokens=8, decode_tokens=4, device="cpu")
+
+    def main(group: Any) -> None:
+        with pytest.raises(ConfigMismatch, match=f"about {name}:"):
+            deep_comm.ExpertParallel(group, **{**good, name: values[group.rank()]})
+
+    local.run(main, 2, timeout_s=30)
+
+
+@run_by(local.run, 1, timeout_s=30)
+def test_what_is_no_buffer_is_named(group: Any, /) -> None:
+    with pytest.raises(ArgumentError, match="buffer must be a Buffer"):
+        build(group, CASE, device=None, buffer=3)
 
 
 @run_by(local.run, 2, timeout_s=30)
@@ -264,10 +279,14 @@ def test_groups_hold_rows_by_source_rank_and_token() -> None:
 
 def test_copies_of_a_model_share_the_layer() -> None:
     import copy
+    import pickle
 
     def main(group: Any) -> None:
         with build(group, CASE) as layer:
             assert copy.deepcopy({"layer": layer})["layer"] is layer
+            assert copy.copy(layer) is layer
+            with pytest.raises(deep_comm.UnsupportedError, match="state_dict"):
+                pickle.dumps(layer)
 
     local.run(main, 1, timeout_s=30)
 
