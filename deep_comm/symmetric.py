@@ -20,7 +20,7 @@ from deep_comm import tuning
 from deep_comm._version import __version__
 from deep_comm.backends.foreign import bytes_at
 from deep_comm.context import Context, release_at_exit
-from deep_comm.errors import BufferTooSmall, UnsupportedError
+from deep_comm.errors import ArgumentError, BufferTooSmall, UnsupportedError
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.settings import env, integers
 from deep_comm.settings.buffer import Settings
@@ -110,6 +110,8 @@ class SymmetricMemory:
         """
         integers.require("num_bytes", num_bytes, 0, integers.MOST_BYTES)
         integers.require("staging_bytes", staging_bytes, 0, integers.MOST_BYTES)
+        if not isinstance(multicast, bool):
+            raise ArgumentError("multicast", repr(multicast), "must be True or False")
         if num_sms is not None:
             integers.require("num_sms", num_sms, 1)
         staging = _whole_lines(staging_bytes)
@@ -288,6 +290,9 @@ class SymmetricTensor:
         self._context, self.offset = context, offset
         self.shape, self.dtype = shape, dtype
         self.local = self.peer(context.rank)
+
+    def is_of(self, memory: SymmetricMemory) -> bool:
+        return self._context is memory._context
 
     def peer(self, rank: int) -> Tensor:
         """Rank ``rank``'s tensor, as this rank addresses it; on this rank's device."""

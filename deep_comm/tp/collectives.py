@@ -27,6 +27,11 @@ def _calls(memory: SymmetricMemory, num_sms: int | None) -> tuple[Any, int]:
     return memory.native_calls, memory.num_sms if num_sms is None else num_sms
 
 
+def _resolved(x: Tensor) -> Tensor:
+    """Kernels read bytes, where torch may only have noted a conjugate or a sign."""
+    return x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x
+
+
 def all_gather(
     x: Tensor,
     memory: SymmetricMemory,
@@ -56,9 +61,12 @@ def all_gather(
     """
     if out is not None:
         require_memory(memory)
+        if not (isinstance(out, SymmetricTensor) and out.is_of(memory)):
+            rule = "must be a SymmetricTensor of this memory"
+            raise ArgumentError("out", f"a {type(out).__name__}", rule)
         return _gather_by_copies(x, memory, out)
     calls, sms = _calls(memory, num_sms)
-    gathered: Tensor = calls.all_gather(x, sms)
+    gathered: Tensor = calls.all_gather(_resolved(x), sms)
     return gathered
 
 
@@ -92,7 +100,7 @@ def reduce_scatter(x: Tensor, memory: SymmetricMemory, *, num_sms: int | None = 
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
     calls, sms = _calls(memory, num_sms)
-    scattered: Tensor = calls.reduce_scatter(x, sms)
+    scattered: Tensor = calls.reduce_scatter(_resolved(x), sms)
     return scattered
 
 
@@ -115,10 +123,10 @@ def all_reduce(
     Raises:
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
-    if method not in _METHODS:
+    if method not in tuple(_METHODS):
         raise ArgumentError("method", method, f"must be one of {', '.join(_METHODS)}")
     calls, sms = _calls(memory, num_sms)
-    total: Tensor = calls.all_reduce(x, _METHODS[method], sms)
+    total: Tensor = calls.all_reduce(_resolved(x), _METHODS[method], sms)
     return total
 
 

@@ -79,6 +79,8 @@ def all_gather_matmul(
             and the next.
         PeerTimeout: a rank has not called it, or its rows have not come.
     """
+    is_right = isinstance(weights, (Tensor, list, tuple))
+    require("weights", weights, is_right, "must be a tensor or a list of them")
     listed = [weights] if isinstance(weights, Tensor) else list(weights)
     x_scale, checked = checked_operands(x, listed, memory, scales, out_dtype, method, gather_dim)
     dim = gather_dim % x.dim()

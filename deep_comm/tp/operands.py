@@ -104,7 +104,7 @@ def _require_tensor(name: str, value: Any, memory: SymmetricMemory, least_dims: 
 
 def require_dim(name: str, dim: int, x: Tensor) -> None:
     rule = f"must be an integer of {-x.dim()} to {x.dim() - 1}"
-    require(name, dim, -x.dim() <= dim < x.dim(), rule)
+    require(name, dim, isinstance(dim, int) and -x.dim() <= dim < x.dim(), rule)
 
 
 def checked_operands(
@@ -130,10 +130,18 @@ def checked_operands(
     x_scale: Tensor | None = None
     listed: list[Tensor | None] = [None] * len(weights)
     if scales is not None:
+        rule = "must be a pair: scale of x, scale or scales of weights"
+        is_pair = isinstance(scales, (tuple, list)) and len(scales) == 2
+        require("scales", scales, is_pair, rule)
         x_scale, given = scales
+        is_right = isinstance(given, (Tensor, tuple, list))
+        require("scales", scales, is_right, rule)
         listed = [given] if isinstance(given, Tensor) else [*given]
         rule = f"must be (scale of x, {len(weights)} scales of weights)"
         require("scales", len(listed), len(listed) == len(weights), rule)
+        for each in (x_scale, *listed):
+            is_right = isinstance(each, Tensor) and each.device == memory.device
+            require("scales", scales, is_right, f"must be tensors on {memory.device}")
     depth = x.shape[-1]
     if gathered_dim is not None:
         require_dim("gather_dim", gathered_dim, x)

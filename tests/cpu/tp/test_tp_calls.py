@@ -210,3 +210,40 @@ def test_an_x_without_room_says_how_much_it_needs(
     assert together(fn, 2, staging_bytes=1 << 10) == [needed_bytes] * 2
     for result in together(call, 2, staging_bytes=needed_bytes):
         assert torch.equal(result, torch.full(shape, 2.0 if shape[0] == 1 else 1.0)), result
+
+
+@pytest.mark.parametrize(
+    ("named", "call"),
+    [
+        ("weights", lambda m, x: tp.all_gather_matmul(x, 3, m)),
+        ("gather_dim", lambda m, x: tp.all_gather_matmul(x, [x.t()], m, gather_dim="0")),
+        ("scatter_dim", lambda m, x: tp.matmul_reduce_scatter(x, x.t(), m, scatter_dim=1.0)),
+        ("method", lambda m, x: tp.all_reduce(x, m, method=["auto"])),
+        ("out", lambda m, x: tp.all_gather(x, m, out=x)),
+        ("multicast", lambda m, x: SymmetricMemory(None, 0, multicast=1, device="cpu")),
+        ("scales", lambda m, x: _scaled(m, x, 1.0)),
+        ("scales", lambda m, x: _scaled(m, x, (None, ones(())))),
+        ("scales", lambda m, x: _scaled(m, x, (ones(()), None))),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(named: str, call: Any) -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        with pytest.raises(errors.ArgumentError) as caught:
+            call(memory, ones(2, 16))
+        assert caught.value.argument == named
+
+    together(fn, 1)
+
+
+def _scaled(memory: SymmetricMemory, x: torch.Tensor, scales: Any) -> Any:
+    x = x.to(torch.float8_e4m3fn)
+    return tp.all_gather_matmul(x, x.t(), memory, scales=scales)
+
+
+def test_conjugates_and_signs_that_torch_only_noted_are_data() -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        x = torch.tensor([1 + 2j, 3j])
+        assert torch.equal(tp.all_gather(x.conj(), memory), x.conj().resolve_conj())
+        assert torch.equal(tp.all_reduce(torch._neg_view(ones(2)), memory), -ones(2))
+
+    together(fn, 1)
