@@ -162,5 +162,6 @@ def all_reduce_norm(
     if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
         raise ArgumentError("eps", eps, "must be a finite number, at least 0")
     calls, sms = _calls(memory, num_sms)
-    normed, total = calls.all_reduce_norm(x, residual, weight, float(eps), sms)
+    given = _resolved(x), _resolved(residual), _resolved(weight)
+    normed, total = calls.all_reduce_norm(*given, float(eps), sms)
     return normed, total

@@ -236,7 +236,7 @@ def _gather_backward(ctx: Any, grad_gathered: Tensor | None, grads: Sequence[Ten
     weights = torch.cat([B.t() for B in Bs])
     if grad_gathered is not None:  # as columns of a product with the identity
         columns = torch.cat([columns, grad_gathered], dim=-1)
-        weights = torch.cat([weights, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)])
+        weights = torch.cat([weights, torch.eye(whole.shape[-1], dtype=A.dtype, device=A.device)])
     own = torch.ops.deep_comm.fused_matmul_reduce_scatter(
         columns, weights, "sum", dim, ctx.group_name
     )

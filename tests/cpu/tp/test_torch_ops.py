@@ -115,6 +115,18 @@ def test_gradients_are_those_of_the_whole_computation() -> None:
             assert torch.equal(got, right), rank
 
 
+def test_gradients_of_what_was_gathered_along_the_last_dim() -> None:
+    def fn(memory: SymmetricMemory, name: str) -> torch.Tensor:
+        x = numbers(memory.rank, 4, 8).requires_grad_()
+        gathered, outs = ops.fused_all_gather_matmul(x, [numbers(10, 16, 4)], 1, name)
+        ((gathered * numbers(20, 4, 16)).sum() + outs[0].sum()).backward()
+        return x.grad
+
+    wanted = 2 * (numbers(20, 4, 16) + numbers(10, 16, 4).sum(1))  # both ranks have the same loss
+    for rank, grad in enumerate(together(fn)):
+        assert torch.equal(grad, wanted[:, 8 * rank : 8 * rank + 8])
+
+
 def test_scaled_ops_take_torchs_forms() -> None:
     fp8 = torch.float8_e4m3fn
 
