@@ -33,9 +33,10 @@ def clean_environment(folder: Path) -> Path:
 
 
 def install(wheel: Path, python: Path) -> None:
-    """By pip of the outside, so that the environment needs none."""
+    """By pip of the outside, so that the environment needs none. It would take a deep_comm that
+    PYTHONPATH names for one that is installed."""
     pip = (sys.executable, "-m", "pip", "--python", python)
-    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel)
+    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, env=variables())
 
 
 def variables() -> dict[str, str]:
