@@ -66,7 +66,7 @@ class Engine final : public EngineCalls {
                            const FewRows& few_rows) const override;
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override;
   void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
-                        int num_local_blocks, uint64_t stream) override;
+                        int num_local_blocks, bool may_run_beside, uint64_t stream) override;
 
   void barrier(uint64_t stream) override;
 
@@ -270,6 +270,8 @@ class Engine final : public EngineCalls {
   }
   template <Collective kOp>
   void prepare_collective();
+  // Whether the second launch of a pair may hold SMs beside the first (early_launches.hpp).
+  bool begins_beside(bool may_run_beside);
   // Of this rank alone, for local kernels over rows that came from several nodes.
   World world_alone() const;
 

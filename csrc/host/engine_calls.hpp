@@ -88,9 +88,10 @@ class EngineCalls {
   virtual CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
                                    int row_bytes, const FewRows& few_rows) const = 0;
   virtual void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) = 0;
-  // Beside it `sums` makes its rows: two launches, on num_local_blocks SMs together.
+  // Of an expanded output: `sums` makes its rows and sends them. Combine adds them beside that, as in
+  // dispatch_expanded, the sums on half of num_local_blocks; else behind it.
   virtual void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
-                                int num_local_blocks, uint64_t stream) = 0;
+                                int num_local_blocks, bool may_run_beside, uint64_t stream) = 0;
 
   // ---- expanded outputs: local kernels, on as many blocks as `config` has channels
   virtual void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) = 0;

@@ -98,8 +98,8 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
           DispatchKernel<true, true>>();
   prepare<NumberRowsKernel, ExpandKernel, NumberReceivedKernel, ExpandReceivedKernel,
           TransposeScalesKernel>();
-  prepare_each_dtype<ReduceExpertsKernel, CombineKernel>();
-  prepare_each_dtype<AddSlotsKernel>();
+  prepare_each_dtype<CombineKernel>();
+  prepare_each_dtype<ReduceExpertsKernel, CombineSumsKernel, AddSlotsKernel>();
   prepare_collective<Collective::kAllGather>();
   prepare_collective<Collective::kReduceScatter>();
   prepare_collective<Collective::kAllReduceOnce>();

@@ -20,6 +20,12 @@ void Engine<Target>::number_rows(NumberRowsArgs args, const ChannelConfig& confi
 }
 
 template <class Target>
+bool Engine<Target>::begins_beside(bool may_run_beside) {
+  if (may_run_beside && may_begin_early_) early_launches_.join(target_.device());
+  return may_run_beside && early_launches_.are_safe();
+}
+
+template <class Target>
 void Engine<Target>::dispatch_expanded(const DispatchPlan& plan, const DispatchArgs& args,
                                        const ExpandRowsArgs& expand, int num_blocks,
                                        bool may_run_beside, uint64_t stream) {
@@ -29,8 +35,7 @@ void Engine<Target>::dispatch_expanded(const DispatchPlan& plan, const DispatchA
   if (may_be_direct) check_output(args, options);
   // It holds SMs while it waits for the peers. Half of them copy faster than rows arrive; the others
   // are left to whatever the peers' progress may hang on.
-  if (may_run_beside && may_begin_early_) early_launches_.join(target_.device());
-  const bool is_beside = may_run_beside && early_launches_.are_safe();
+  const bool is_beside = begins_beside(may_run_beside);
   const LaunchConfig expand_config{.num_blocks = is_beside ? ceil_div(num_blocks, 2) : num_blocks,
                                    .num_threads = kNumThreads,
                                    .smem_bytes = Arriving::smem_bytes(kNumThreads),
@@ -91,30 +96,28 @@ void Engine<Target>::reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
                                    .num_threads = kNumThreads,
                                    .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows)};
   detail::with_dtype<detail::OfDtype>(dtype, [&]<class Of>(Of) {
-    launch_in<ReduceExpertsKernel<Of::kDtype, false>>(world_alone(), launch_config, args, stream);
+    launch_in<ReduceExpertsKernel<Of::kDtype>>(world_alone(), launch_config, args, stream);
   });
 }
 
 template <class Target>
 void Engine<Target>::combine_expanded(const CombinePlan& plan, CombineArgs args,
                                       ReduceExpertsArgs sums, int num_local_blocks,
-                                      uint64_t stream) {
+                                      bool may_run_beside, uint64_t stream) {
   constexpr int kNumThreads = Target::kTuning.reduce_experts_threads;
-  const LaunchConfig launch_config = complete_combine(plan, &args);
-  // On the SMs that combine leaves. Where these are few, on all of them, and combine begins as the
-  // sums end.
-  const int num_left = num_local_blocks - launch_config.num_blocks;
-  const bool has_left = 2 * num_left >= num_local_blocks;
-  sums.lets_combine_begin = has_left || Target::kTuning.has_endless_sms;
-  sums.most_single_rows = args.most_single_rows;
-  const int num_blocks = has_left ? num_left : num_local_blocks;
+  LaunchConfig launch_config = complete_combine(plan, &args);
+  launch_config.begins_behind = !begins_beside(may_run_beside);
+  args.world = world_;
+  sums.world = world_;
+  // They wait for the peers' arrival: as in dispatch_expanded.
+  const int num_blocks = may_run_beside ? ceil_div(num_local_blocks, 2) : num_local_blocks;
   const LaunchConfig sums_config{.num_blocks = num_blocks,
                                  .num_threads = kNumThreads,
                                  .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows) +
-                                               PartCounts::num_bytes(world_.num_ranks, num_blocks)};
+                                               SumsEntry::num_bytes(world_.num_ranks, num_blocks)};
   detail::with_dtype<detail::OfDtype>(plan.dtype, [&]<class Of>(Of) {
-    launch_pair<ReduceExpertsKernel<Of::kDtype, true>, CombineKernel<Of::kDtype, true>>(
-        sums_config, sums, launch_config, args, stream);
+    launch_pair<CombineSumsKernel<Of::kDtype>, CombineKernel<Of::kDtype, true>>(
+        sums_config, {world_, args, sums}, launch_config, args, stream);
   });
 }
 

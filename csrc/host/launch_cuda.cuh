@@ -171,10 +171,15 @@ bool launch_by_driver(const cudaLaunchConfig_t&, const typename KernelType::Args
 template <class KernelType>
 void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& args,
                    uint64_t stream) {
+  constexpr bool kAwaitsEarlier = kBeginsEarly<KernelType> || kBeginsBeside<KernelType>;
+  const bool begins_early = kAwaitsEarlier && config.may_begin_early;
   // Blocks that wait for each other and for their peers' blocks must all run at once, or not start.
+  // But outside of graphs a cooperative launch begins when the one before it has ended.
+  const bool is_cooperative =
+      KernelType::kBlocksWait && !(kBeginsBeside<KernelType> && begins_early);
   cudaLaunchAttribute attributes[3]{};
   attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = KernelType::kBlocksWait ? 1 : 0;
+  attributes[0].val.cooperative = is_cooperative ? 1 : 0;
   // What shared memory leaves is L1, which bounds the loads that a block's
   // readers can have under way.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
@@ -187,8 +192,7 @@ void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& 
   launch_config.dynamicSmemBytes = config.smem_bytes;
   launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
   launch_config.attrs = attributes;
-  constexpr bool kAwaitsEarlier = kBeginsEarly<KernelType> || kBeginsBeside<KernelType>;
-  launch_config.numAttrs = kAwaitsEarlier && config.may_begin_early ? 3 : 2;
+  launch_config.numAttrs = begins_early ? 3 : 2;
   if (launch_by_driver<KernelType>(launch_config, args)) return;
   check(cudaLaunchKernelEx(&launch_config, entry_of<KernelType>(), args),
         kKernelNames[static_cast<int>(KernelType::kName)]);

@@ -202,10 +202,12 @@ class LoggedEngine final : public EngineCalls {
     launch("combine", stream, [=, this] { engine_.combine(plan, args, stream); });
   }
   void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
-                        int num_local_blocks, uint64_t stream) override {
+                        int num_local_blocks, bool may_run_beside, uint64_t stream) override {
     log_.tell("plan", "combine_expanded", num_local_blocks);
-    launch("combine_expanded", stream,
-           [=, this] { engine_.combine_expanded(plan, args, sums, num_local_blocks, stream); });
+    log_.tell("plan", "may_run_beside", may_run_beside);
+    launch("combine_expanded", stream, [=, this] {
+      engine_.combine_expanded(plan, args, sums, num_local_blocks, may_run_beside, stream);
+    });
   }
 
   void barrier(uint64_t stream) override {

@@ -178,7 +178,7 @@ enum class Fault : uint32_t {
   kEarlyCredit = 1u << 24,       // receivers inside a node free slots that they have not read
   kKeepProposal = 1u << 25,      // what a rank proposed before it gave up still counts
   kSkipBlame = 1u << 26,         // a rank does not tell its neighbours whom it blames
-  kSkipSums = 1u << 27,          // combine sends sums of expanded rows without waiting for them
+  kSkipSums = 1u << 27,          // combine adds sums of own expanded rows without waiting for them
   kEarlySums = 1u << 28,         // the first part of a chunk's sums counts as all of them
   kLostSums = 1u << 29,          // sums of expanded rows are made, but nobody hears of it
   kEarlyLanded = 1u << 30,       // expanded dispatch says that rows have landed when they are taken

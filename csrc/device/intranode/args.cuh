@@ -294,8 +294,6 @@ struct ReduceExpertsArgs {
   uint8_t* reduced_x;        // out [N, row_bytes]
   const float* weights;      // [M] to be returned by top-k entry, or null
   float* reduced_weights;    // out [N, K], or null
-  int most_single_rows;      // inside a node: as in CombineArgs
-  bool lets_combine_begin;   // inside a node: beside it; otherwise when it has ended
 };
 
 // Transposes scales from rows to columns; local. Runs after dispatch.
@@ -335,6 +333,13 @@ struct CombineArgs {
   SumOrder order;                // of a token's rows, after the biases
   uint8_t* combined_x;           // out [T, row_bytes]
   float* combined_topk_weights;  // out [T, K], or null
+};
+
+// The sums of an expanded output, beside the combine that they are for.
+struct CombineSumsArgs {
+  World world;
+  CombineArgs combine;
+  ReduceExpertsArgs sums;
 };
 
 // The result of a shrink barrier; host memory that kernels reach.

@@ -12,8 +12,9 @@
 // grid   num_channels blocks: num_senders warps, one that returns credits, one that publishes, and
 //        the others add
 // smem   num_senders x (stages + mbarriers), then a CombineEntry
-// beside reduce_experts, of an expanded output: that makes the rows of x, chunk by chunk
-//        (reduce_for_combine). All threads await its end
+// beside combine_sums, of an expanded output: that has announced this rank, and makes the rows of x;
+//        in staged mode it brings those that return to peers to their staging, so that nothing is
+//        left to send. All threads await its end
 // words  arrived, staging_line, staging_rows · owner: reader · written by each peer's block 0 ·
 //        entry
 // before entry: every rank's rings and staging are free and this rank's handle is complete
@@ -33,18 +34,27 @@ DC_DEVICE bool has_channel(const CombineArgs& args) {
 
 // A sending warp. Its loads begin before the mode is known. If this rank has staging, the mode is
 // probably staged.
-template <bool kIsExpanded>
 DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   StagePipe pipe = make_pipe(args.stage, args.barriers_offset);
-  ChunkSender<kIsExpanded> sender(context, args, entry, pipe);
+  ChunkSender sender(context, args, entry, pipe);
   if (args.staging_line != 0) sender.begin();
   arch::sync_block_apart();
   if (entry->mode == CombineMode::kStaged) return sender.run();
   sender.give_up();
   if (entry->mode == CombineMode::kRings && has_channel(args)) {
-    send_by_rings<kIsExpanded>(context, args, entry, pipe);
+    send_by_rings(context, args, entry, pipe);
   }
+}
+
+// The same, of an expanded output. In ring mode the sums come first.
+DC_DEVICE void enter_and_send_sums(const Context& context, const CombineArgs& args,
+                                   CombineEntry* entry) {
+  arch::sync_block_apart();
+  if (entry->mode != CombineMode::kRings || !has_channel(args)) return;
+  arch::await_earlier_launch();
+  StagePipe pipe = make_pipe(args.stage, args.barriers_offset);
+  send_by_rings(context, args, entry, pipe);
 }
 
 template <Dtype kDtype, bool kIsExpanded>
@@ -52,11 +62,15 @@ DC_DEVICE void combine(const CombineArgs& args) {
   const World& world = args.world;
   const Context context{world, Kernel::kCombine, current_generation(world)};
   note_in_block(context, TraceStep::kBegun);
-  if (arch::block_idx() == 0) announce_staging(context, args);
+  if (!kIsExpanded && arch::block_idx() == 0) announce_staging(context, args);
   CombineEntry* entry = CombineEntry::of_block(args);
   entry->reset();
   if (arch::warp_idx() < args.num_senders) {
-    enter_and_send<kIsExpanded>(context, args, entry);
+    if constexpr (kIsExpanded) {
+      enter_and_send_sums(context, args, entry);
+    } else {
+      enter_and_send(context, args, entry);
+    }
     note_in_warp(context, TraceStep::kSent);
   } else {
     if (arch::warp_idx() == args.num_senders) {
@@ -72,7 +86,8 @@ DC_DEVICE void combine(const CombineArgs& args) {
       receive_staged<kDtype, kIsExpanded>(context, args, entry);
     }
     if (entry->mode == CombineMode::kRings && has_channel(args)) {
-      receive_by_rings<kDtype, kIsExpanded>(context, args, entry);
+      if constexpr (kIsExpanded) arch::await_earlier_launch();
+      receive_by_rings<kDtype>(context, args, entry);
     }
     note_in_warp(context, TraceStep::kLeft);
   }

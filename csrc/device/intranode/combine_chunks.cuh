@@ -1,10 +1,8 @@
 // The rows that ranks return to each other in combine, in chunks: which there are, in which order a
-// rank sends them, and the words about them. For combine, and for the sums of expanded rows, which
-// it sends (reduce_experts.cuh). Args: CombineArgs or ReduceExpertsArgs.
+// rank sends them, and the words about them. For combine's senders, and for combine_sums.
 //
-// words  recv_line.landed · owner: receiver · written by the sender's publisher: the chunk is there
-//        send_line.summed · this rank · written by reduce_experts: the sums of the chunk's rows are
-//        complete
+// words  recv_line.landed · owner: receiver · written by the sender's publisher, or by its sums: the
+//        chunk is there
 #pragma once
 
 #include "device/channel/landed.cuh"
@@ -13,8 +11,7 @@
 namespace deep_comm {
 
 // Rows that rank `from` sent to rank `to`.
-template <class Args>
-DC_DEVICE int num_rows_between(const Args& args, int from, int to) {
+DC_DEVICE int num_rows_between(const CombineArgs& args, int from, int to) {
   const int num_ranks = args.world.num_ranks;
   const int32_t* prefix = args.rank_prefix_matrix + to;
   return arch::ld_nc(prefix + from * num_ranks) -
@@ -22,8 +19,7 @@ DC_DEVICE int num_rows_between(const Args& args, int from, int to) {
 }
 
 // The first received row that `src` sent, if it sent any.
-template <class Args>
-DC_DEVICE int64_t first_row_of(const Args& args, int src) {
+DC_DEVICE int64_t first_row_of(const CombineArgs& args, int src) {
   return src == 0 ? 0
                   : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * args.world.num_ranks +
                                 args.world.rank);
@@ -36,18 +32,12 @@ struct ChunkedRows {
 
   // Small chunks let a token be added sooner. But many chunks of one row slow the senders down
   // (docs/design/0041).
-  template <class Args>
-  DC_DEVICE static ChunkedRows of(const Args& args, int num_rows) {
+  DC_DEVICE static ChunkedRows of(const CombineArgs& args, int num_rows) {
     const bool are_many = num_rows * (args.world.num_ranks - 1) > args.most_single_rows;
     return {num_rows, max_of(are_many ? 2 : 1, ceil_div(num_rows, kMaxChunks))};
   }
   DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
 };
-
-// The word by which this rank's sums tell its senders of a chunk that returns to `peer`.
-DC_DEVICE uint64_t* summed_word(const World& world, int peer, int chunk) {
-  return &world.send_line(world.rank, chunk / kChunksOfLine, peer)->summed[chunk % kChunksOfLine];
-}
 
 // Chunks of all peers in rotation, so that every rank receives from all others at the same pace.
 // Lane r holds those of rank r. kHasOwn: and of this rank itself.
@@ -56,8 +46,7 @@ class ChunkRotation {
  public:
   static constexpr int kEnd = -1, kNone = -2;
 
-  template <class Args>
-  DC_DEVICE explicit ChunkRotation(const Args& args)
+  DC_DEVICE explicit ChunkRotation(const CombineArgs& args)
       : num_ranks_(args.world.num_ranks), rank_(args.world.rank) {
     const int lane = arch::lane_idx();
     if (lane < num_ranks_ && (kHasOwn || lane != rank_)) {
@@ -101,8 +90,7 @@ struct Chunk {
 // The rows of the chunks. Whole warps; lane r holds those of rank r.
 class ReturnedRows {
  public:
-  template <class Args>
-  DC_DEVICE explicit ReturnedRows(const Args& args) {
+  DC_DEVICE explicit ReturnedRows(const CombineArgs& args) {
     const int peer = min_of(arch::lane_idx(), args.world.num_ranks - 1);
     rows_ = ChunkedRows::of(args, num_rows_between(args, peer, args.world.rank));
     first_row_ = static_cast<int>(first_row_of(args, peer));

@@ -6,55 +6,6 @@
 
 namespace deep_comm {
 
-// A whole warp, of an expanded output: waits for the sums of a chunk's rows before it loads them.
-DC_DEVICE bool await_summed(const Context& context, int peer, int chunk) {
-  bool ok = true;
-  if (arch::lane_idx() == 0 && !arch::fault(Fault::kSkipSums)) {
-    uint32_t value = 0;
-    // pairs with: reduce_for_combine — the sums of the chunk's rows
-    ok = await_tagged(context, summed_word(context.world, peer, chunk),
-                      {Stage::kSummed, Word::kSummed, context.world.rank, -1}, 1, &value);
-    // order-proof: the simulation asks for it after stores of the same thread; these are of other
-    // blocks. Before the bulk loads of this lane.
-    arch::fence_proxy_async_global();
-  }
-  ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
-  arch::sync_warp();  // hands the leader's acquire to the lanes that load weights
-  return ok;
-}
-
-// A whole warp, of the rows that return to a peer: waits for the sums of each chunk once. Without
-// expansion there is nothing to wait for.
-template <bool kIsExpanded>
-class AwaitedSums {
- public:
-  DC_DEVICE AwaitedSums(const Context& context, const CombineArgs& args, int peer)
-      : context_(context),
-        peer_(peer),
-        first_row_(static_cast<int>(first_row_of(args, peer))),
-        chunk_rows_(
-            ChunkedRows::of(args, num_rows_between(args, peer, args.world.rank)).chunk_rows) {}
-  // row: of x.
-  DC_DEVICE bool await(int row) {
-    const int number = (row - first_row_) / chunk_rows_;
-    if (number == last_number_) return true;
-    last_number_ = number;
-    return await_summed(context_, peer_, number);
-  }
-
- private:
-  const Context& context_;
-  int peer_;
-  int first_row_;
-  int chunk_rows_;
-  int last_number_ = -1;
-};
-template <>
-class AwaitedSums<false> {
- public:
-  DC_DEVICE AwaitedSums(const Context&, const CombineArgs&, int) {}
-};
-
 // Calls take(index, row) for each bias of `token`; returns their number.
 template <class Take>
 DC_DEVICE int take_biases(const CombineArgs& args, int token, const Take& take) {
@@ -122,14 +73,12 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
 }
 
 // The weights that follow rows of x in shared memory. Those of the next row are loaded ahead, up to
-// one per lane: otherwise each row would wait for memory. Those of an expanded output are written
-// while this kernel runs.
-template <bool kIsExpanded>
+// one per lane: otherwise each row would wait for memory.
 class RowWeights {
  public:
   DC_DEVICE void load(const CombineArgs& args, int64_t row) {
     const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
-    if (lane < num_topk) ahead_ = load_one(args.topk_weights + row * num_topk + lane);
+    if (lane < num_topk) ahead_ = arch::ld_nc(args.topk_weights + row * num_topk + lane);
   }
   // Of the row loaded last.
   DC_DEVICE void write(const CombineArgs& args, uint8_t* meta, int64_t row) const {
@@ -138,15 +87,11 @@ class RowWeights {
     if (lane < num_topk) dst[lane] = ahead_;
     DC_NO_UNROLL
     for (int k = lane + kWarpSize; k < num_topk; k += kWarpSize) {
-      dst[k] = load_one(args.topk_weights + row * num_topk + k);
+      dst[k] = arch::ld_nc(args.topk_weights + row * num_topk + k);
     }
   }
 
  private:
-  DC_DEVICE static float load_one(const float* weight) {
-    return kIsExpanded ? arch::ld_weak(weight) : arch::ld_nc(weight);
-  }
-
   float ahead_ = 0.0f;
 };
 

@@ -15,56 +15,30 @@
 
 namespace deep_comm {
 
-// What Sources of rows of x have in common.
-template <bool kIsExpanded>
-class RowsOfX {
+// A contiguous range of x.
+class RowSource {
  public:
-  DC_DEVICE explicit RowsOfX(const CombineArgs& args) : args_(args) {}
+  DC_DEVICE RowSource(const CombineArgs& args, int begin, int end)
+      : args_(args), next_(begin), end_(end) {}
+  DC_DEVICE int next() { return next_ < end_ ? next_++ : -1; }
   DC_DEVICE const uint8_t* row(int row) const {
     return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
   }
   DC_DEVICE void write_meta(uint8_t* meta, int row) const {
-    RowWeights<kIsExpanded> weights;
-    weights.load(args_, row);
-    weights.write(args_, meta, row);
+    // Not read-only memory: combine_sums may write them while this kernel runs.
+    const int num_topk = args_.message.num_topk;
+    for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
+      reinterpret_cast<float*>(meta)[k] =
+          arch::ld_weak(args_.topk_weights + static_cast<int64_t>(row) * num_topk + k);
+    }
   }
 
  private:
   const CombineArgs& args_;
-};
-
-// A contiguous range of x. Of the two that send_rows uses, that of the loads is ahead.
-class RowSource : public RowsOfX<false> {
- public:
-  DC_DEVICE RowSource(const CombineArgs& args, int begin, int end)
-      : RowsOfX(args), next_(begin), end_(end) {}
-  DC_DEVICE int next() { return next_ < end_ ? next_++ : -1; }
-
- private:
   int next_;
   int end_;
 };
 
-// The same of an expanded output: waits for the sums of each row. If a wait fails, what was loaded
-// before is sent, and nothing more.
-class SummedRowSource : public RowsOfX<true> {
- public:
-  // end: of both sources of a ring.
-  DC_DEVICE SummedRowSource(const Context& context, const CombineArgs& args, int peer, int begin,
-                            int* end)
-      : RowsOfX(args), sums_(context, args, peer), next_(begin), end_(end) {}
-  DC_DEVICE int next() {
-    if (next_ < *end_ && !sums_.await(next_)) *end_ = next_;
-    return next_ < *end_ ? next_++ : -1;
-  }
-
- private:
-  AwaitedSums<true> sums_;
-  int next_;
-  int* end_;
-};
-
-template <bool kIsExpanded>
 DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, CombineEntry* entry,
                             StagePipe& pipe, int channel, int dst) {
   const int num_ranks = args.world.num_ranks, num_channels = args.ring.num_channels;
@@ -75,20 +49,14 @@ DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, Com
   const int start = arch::ld_nc(starts + channel);
   const int num_rows = args.num_rows;  // a worst-case handle may name rows that were dropped
   const int begin = min_of(num_rows, source_begin + start);
-  int end = min_of(num_rows, channel + 1 == num_channels
-                                 ? source_end
-                                 : source_begin + arch::ld_nc(starts + channel + 1));
+  const int end = min_of(num_rows, channel + 1 == num_channels
+                                       ? source_end
+                                       : source_begin + arch::ld_nc(starts + channel + 1));
   RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
                   channel, dst);
-  const SendReport report(entry->progress, dst, args.num_send_tokens, pipe);
-  const Pieces pieces = Pieces::of(args.message.row_bytes, args.stage);
-  if constexpr (kIsExpanded) {
-    const SummedRowSource source(context, args, dst, begin, &end);
-    send_rows(pipe, ring, report, pieces, args.message.meta_bytes, source, source);
-  } else {
-    const RowSource source(args, begin, end);
-    send_rows(pipe, ring, report, pieces, args.message.meta_bytes, source, source);
-  }
+  send_rows(pipe, ring, SendReport(entry->progress, dst, args.num_send_tokens, pipe),
+            Pieces::of(args.message.row_bytes, args.stage), args.message.meta_bytes,
+            RowSource(args, begin, end), RowSource(args, begin, end));
 }
 
 // Lane r < R: the ordinal of `token` among the rows that rank r returns to this channel, or -1.
@@ -100,7 +68,7 @@ DC_DEVICE int load_head(const CombineArgs& args, int token, int end) {
 
 // One reducing warp. Lane r < R handles the rows of rank r: from its ring, or from x for this rank
 // itself.
-template <Dtype kDtype, bool kIsExpanded>
+template <Dtype kDtype>
 class RingReducer {
  public:
   DC_DEVICE RingReducer(const Context& context, const CombineArgs& args, int channel,
@@ -111,7 +79,6 @@ class RingReducer {
         own_row_(first_row_of(args, args.world.rank) +
                  arch::ld_nc(args.recv_channel_prefix_matrix +
                              args.world.rank * args.ring.num_channels + channel)),
-        own_sums_(context, args, args.world.rank),
         ring_(context,
               ring_slots(args.world, args.ring, channel, args.world.rank,
                          is_peer_ ? arch::lane_idx() : 0),
@@ -125,11 +92,7 @@ class RingReducer {
     bool ok = true;
     if (is_peer_ && head >= 0) ok = ring_.await_filled(head, Stage::kReduce);
     if (!arch::all(kFullMask, ok)) return false;
-    const int own_head = arch::shfl(kFullMask, head, rank);
-    const int64_t own_row = own_row_ + own_head;
-    if constexpr (kIsExpanded) {
-      if (own_head >= 0 && !own_sums_.await(static_cast<int>(own_row))) return false;
-    }
+    const int64_t own_row = own_row_ + arch::shfl(kFullMask, head, rank);
     const uint8_t* row = nullptr;
     if (head >= 0) {
       row = is_peer_ ? ring_.slot(head) : args_.x + own_row * args_.message.row_bytes;
@@ -143,17 +106,16 @@ class RingReducer {
   const uint8_t** rows_;
   bool is_peer_;
   int64_t own_row_;  // this rank's first row of the channel, in x
-  AwaitedSums<kIsExpanded> own_sums_;
   RingReceiver ring_;
 };
 
 // One reducing warp: every num_warps-th token of the channel.
-template <Dtype kDtype, bool kIsExpanded>
+template <Dtype kDtype>
 DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, CombineEntry* entry,
                               int channel, int warp) {
   const int num_warps = CombineEntry::num_reduce_warps(args);
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
-  RingReducer<kDtype, kIsExpanded> reducer(context, args, channel, entry->rows[warp]);
+  RingReducer<kDtype> reducer(context, args, channel, entry->rows[warp]);
   uint32_t num_done = 0;
   int next_head = load_head(args, range.begin + warp, range.end);
   for (int token = range.begin + warp; token < range.end; token += num_warps) {
@@ -226,24 +188,21 @@ DC_DEVICE void combine_publish(const Context& context, const CombineArgs& args, 
 }
 
 // Ring mode, a sending warp.
-template <bool kIsExpanded>
 DC_DEVICE void send_by_rings(const Context& context, const CombineArgs& args, CombineEntry* entry,
                              StagePipe& pipe) {
   const World& world = args.world;
   if (arch::warp_idx() >= world.num_ranks - 1) return;
   const int dst = (world.rank + 1 + arch::warp_idx()) % world.num_ranks;
-  if (!world.is_absent(dst)) {
-    combine_send<kIsExpanded>(context, args, entry, pipe, arch::block_idx(), dst);
-  }
+  if (!world.is_absent(dst)) combine_send(context, args, entry, pipe, arch::block_idx(), dst);
 }
 
 // Ring mode, the other warps.
-template <Dtype kDtype, bool kIsExpanded>
+template <Dtype kDtype>
 DC_DEVICE void receive_by_rings(const Context& context, const CombineArgs& args,
                                 CombineEntry* entry) {
   const int channel = arch::block_idx(), reducer = arch::warp_idx() - args.num_senders - 2;
   if (reducer >= 0) {
-    reduce_channel<kDtype, kIsExpanded>(context, args, entry, channel, reducer);
+    reduce_channel<kDtype>(context, args, entry, channel, reducer);
   } else if (reducer == -1) {
     combine_publish(context, args, entry, channel);
   } else {

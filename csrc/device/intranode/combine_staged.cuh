@@ -9,8 +9,7 @@
 //        taken · this rank · see sync/generation.cuh
 // waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
 //        which waits only until a sender rings; senders ring before they wait
-//        of an expanded output, summed: unblocked by reduce_experts, which waits for nobody, and
-//        whose blocks have all begun
+//        of an expanded output: by combine_sums, which waits for nothing after the entry
 #pragma once
 
 #include "device/intranode/combine_watch.cuh"
@@ -22,7 +21,6 @@ namespace deep_comm {
 
 // One warp: sends the chunks it takes. Loads begin before the peers have arrived (begin), stores
 // after that (run). Lane r holds the rows of rank r.
-template <bool kIsExpanded>
 class ChunkSender {
  public:
   DC_DEVICE ChunkSender(const Context& context, const CombineArgs& args, CombineEntry* entry,
@@ -37,17 +35,9 @@ class ChunkSender {
         rows_(args) {}
 
   DC_DEVICE void begin() {
-    if constexpr (kIsExpanded) {
-      // load_next takes the first chunk, too: a wait less in the code.
-      load_ = {.chunk = {-1, 0, 1, 0}, .index = ~0u, .row = 1, .piece = 0};
-      while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
-      const Chunk first = chunk_at(0);
-      if (first.num_rows > 0 && end_index_ != 0) weights_.load(args_, row_of_x(first, 0));
-    } else {
-      load_.chunk = chunk_at(0);
-      if (load_.chunk.num_rows > 0) weights_.load(args_, row_of_x(load_.chunk, 0));
-      while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
-    }
+    load_.chunk = chunk_at(0);
+    if (load_.chunk.num_rows > 0) weights_.load(args_, row_of_x(load_.chunk, 0));
+    while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
     const int peer = min_of(arch::lane_idx(), args_.world.num_ranks - 1);
     first_staged_row_ = num_staged_rows(args_, peer, args_.world.rank);
   }
@@ -59,7 +49,6 @@ class ChunkSender {
         staging_slot(args_, peer, entry_->staging_lines[peer], first_staged_row_));
     uint32_t num_chunks = 0;
     for (Chunk chunk = chunk_at(0); chunk.num_rows > 0; chunk = chunk_at(num_chunks)) {
-      if (kIsExpanded && num_chunks == end_index_) break;  // its rows have not been loaded
       if (!post(num_chunks, chunk.item)) break;
       uint8_t* base = reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, my_base, chunk.peer()));
       base += static_cast<size_t>(chunk.first) * args_.message.slot_bytes();
@@ -95,15 +84,6 @@ class ChunkSender {
   // The index-th chunk of this warp; without rows after the last.
   DC_DEVICE Chunk chunk_at(uint32_t index) { return rows_.chunk(chunks_.at(index)); }
 
-  // Of the chunk that is loaded next. If the wait fails, this warp sends nothing more than what it
-  // has loaded before.
-  DC_DEVICE void await_sums() {
-    if (load_.chunk.num_rows == 0) return;
-    if (await_summed(context_, load_.chunk.peer(), load_.chunk.number())) return;
-    load_.chunk.num_rows = 0;
-    end_index_ = load_.index;
-  }
-
   // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row will
   // do.
   DC_DEVICE int64_t row_of_x(const Chunk& chunk, int row) const {
@@ -116,7 +96,6 @@ class ChunkSender {
     if (load_.row == load_.chunk.num_rows && load_.row != 0) {
       load_.row = 0;
       load_.chunk = chunk_at(++load_.index);
-      if constexpr (kIsExpanded) await_sums();
     }
     if (load_.chunk.num_rows == 0) return;
     const int64_t row = row_of_x(load_.chunk, load_.row);
@@ -143,18 +122,8 @@ class ChunkSender {
         // Before the bulk copy that reads them.
         arch::fence_proxy_async_shared();
         arch::sync_warp();
-        // Those of the row that is stored next. load_next has taken its chunk.
-        if constexpr (kIsExpanded) {
-          // Nothing orders this warp behind the sums of other rows.
-          const bool is_last = row + 1 == chunk.num_rows;
-          const Chunk next = is_last ? chunk_at(index + 1) : chunk;
-          if (next.num_rows > 0 && (!is_last || index + 1 != end_index_)) {
-            weights_.load(args_, row_of_x(next, is_last ? 0 : row + 1));
-          }
-        } else {
-          weights_.load(args_, row + 1 < chunk.num_rows ? row_of_x(chunk, row + 1)
-                                                        : row_of_x(chunk_at(index + 1), 0));
-        }
+        weights_.load(args_, row + 1 < chunk.num_rows ? row_of_x(chunk, row + 1)
+                                                      : row_of_x(chunk_at(index + 1), 0));
         num_bytes += meta_bytes;
       }
       if (arch::lane_idx() == 0) {
@@ -228,11 +197,10 @@ class ChunkSender {
   LoadCursor load_;
   // Of the row that is stored next: begin loads the first row's, store_row the next row's. After
   // the last row they are of some row, and nobody writes them.
-  RowWeights<kIsExpanded> weights_;
+  RowWeights weights_;
   uint32_t ends_ = 0;  // lane i: stores up to the end of the last chunk whose index is i modulo 32
   uint32_t num_landed_ = 0;
   bool has_failed_ = false;
-  uint32_t end_index_ = ~0u;  // the first chunk whose sums did not come
 };
 
 // One warp; lane w publishes what sender w has landed. One fence serves all senders: see
@@ -282,7 +250,7 @@ DC_DEVICE void receive_staged(const Context& context, const CombineArgs& args,
   if (reducer >= 0) {
     add_ready<kDtype>(context, args, entry, reducer);
   } else if (reducer == -1) {
-    publish_chunks(context, args, entry);
+    if constexpr (!kIsExpanded) publish_chunks(context, args, entry);
   } else {
     TokenWatch<kIsExpanded>(context, args, entry).run();
   }

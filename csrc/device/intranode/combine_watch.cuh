@@ -6,7 +6,7 @@
 // warps that each poll for their own token would keep memory busy.
 //
 // words  recv_line.landed, read · taken.num_tokens · see combine_staged.cuh
-//        send_line.summed, read, of an expanded output: sums of this rank's own tokens
+//        Of an expanded output, rows of this rank land, too: combine_sums makes them
 //        entry.num_ready, num_using (shared memory) · between watch and teams
 // waits  watch: for chunks, unblocked by their senders, and for slots, unblocked by the teams;
 //        teams: for the watch. Senders wait for neither
@@ -109,7 +109,7 @@ class TokenWatch {
     }
     pending_ &= ~landed;
     while (arch::any(kFullMask, landed != 0)) {
-      // pairs with: publish_chunks, ChunkSender::publish_rest, reduce_for_combine — the chunk's rows
+      // pairs with: publish_chunks, ChunkSender::publish_rest, combine_sums — the chunk's rows
       if (landed != 0) arch::ld_acquire_sys(word_of(arch::ffs(landed) - 1));
       landed &= landed - 1;
     }
@@ -147,9 +147,11 @@ class TokenWatch {
   }
   // A peer's, if one is missing.
   DC_DEVICE WaitFor awaited_row() const {
-    const int rank = args_.world.rank;
-    const uint32_t peers = kIsExpanded ? pending_ & ~(1u << rank) : pending_;
-    if (kIsExpanded && peers == 0) return {Stage::kSummed, Word::kSummed, rank, -1};
+    uint32_t peers = pending_;
+    if constexpr (kIsExpanded) {
+      const uint32_t others = pending_ & ~(1u << args_.world.rank);
+      if (others != 0) peers = others;
+    }
     return {Stage::kReduce, Word::kLanded, arch::ffs(peers) - 1, -1};
   }
   DC_DEVICE bool wants_token() const {
@@ -164,7 +166,6 @@ class TokenWatch {
     int chunk = 0;
     DC_UNROLL
     for (int idx = 0; idx < kMaxRanks; ++idx) chunk = idx == peer ? chunk_[idx] : chunk;
-    if (kIsExpanded && peer == args_.world.rank) return summed_word(args_.world, peer, chunk);
     return landed_word(args_.world, args_.world.rank, peer, chunk);
   }
   // The lane that rests. Its wait is named if the wait fails.

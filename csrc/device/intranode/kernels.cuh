@@ -3,6 +3,7 @@
 
 #include "device/intranode/barrier.cuh"
 #include "device/intranode/combine.cuh"
+#include "device/intranode/combine_sums.cuh"
 #include "device/intranode/dispatch.cuh"
 #include "device/intranode/expand.cuh"
 #include "device/intranode/expand_received.cuh"
@@ -33,7 +34,7 @@ struct DispatchKernel : WaitingKernel<DispatchArgs, Kernel::kDispatch, 640> {
   }
 };
 
-// kIsExpanded: beside ReduceExpertsKernel<kDtype, true>.
+// kIsExpanded: beside CombineSumsKernel.
 template <Dtype kDtype, bool kIsExpanded>
 struct CombineKernel : WaitingKernel<CombineArgs, Kernel::kCombine, 832> {
   // 26 warps leave 72 registers per thread: loads of four rows in flight without spilling.
@@ -66,16 +67,14 @@ struct TransposeScalesKernel : LocalKernel<TransposeScalesArgs, Kernel::kTranspo
   DC_DEVICE static void run(const TransposeScalesArgs& args) { transpose_scales(args); }
 };
 
-// kForPeers: inside a node, of tokens that return to peers, for CombineKernel<kDtype, true>.
-template <Dtype kDtype, bool kForPeers>
+template <Dtype kDtype>
 struct ReduceExpertsKernel : LocalKernel<ReduceExpertsArgs, Kernel::kReduceExperts, 640> {
-  DC_DEVICE static void run(const ReduceExpertsArgs& args) {
-    if constexpr (kForPeers) {
-      reduce_for_combine<kDtype>(args);
-    } else {
-      reduce_experts<kDtype>(args);
-    }
-  }
+  DC_DEVICE static void run(const ReduceExpertsArgs& args) { reduce_experts<kDtype>(args); }
+};
+
+template <Dtype kDtype>
+struct CombineSumsKernel : WaitingKernel<CombineSumsArgs, Kernel::kReduceExperts, 640> {
+  DC_DEVICE static void run(const CombineSumsArgs& args) { combine_sums<kDtype>(args); }
 };
 
 struct ShrinkBarrierKernel : LocalKernel<ShrinkBarrierArgs, Kernel::kShrinkBarrier, 32> {

@@ -83,7 +83,8 @@ struct alignas(kLineBytes) RecvLine {
   uint64_t start_offset;  // Tagged: rows of lower channels from this source
   uint64_t end_offset;    // Tagged: start_offset + rows of this channel
   // Staged combine and expanded direct dispatch, which have no channels. Tagged: chunk line *
-  // kChunksOfLine + i has landed; of a dispatch, LandedRows.
+  // kChunksOfLine + i has landed; of a dispatch, LandedRows. Of expanded rows also from this rank to
+  // itself.
   uint64_t landed[kChunksOfLine];
   // Direct dispatch, whose blocks are numbered like channels. Tagged: everything that the source's
   // block sends has landed.
@@ -94,9 +95,6 @@ struct alignas(kLineBytes) RecvLine {
 // Written by the receiver of a channel into its sender's segment.
 struct alignas(kLineBytes) SendLine {
   uint64_t head;  // Tagged: slots read
-  // Combine of expanded outputs; by the sender itself. Tagged: the sums of the rows of chunk line *
-  // kChunksOfLine + i, which returns to the destination, are complete.
-  uint64_t summed[kChunksOfLine];
 };
 static_assert(sizeof(RecvLine) == kLineBytes && sizeof(SendLine) == kLineBytes);
 

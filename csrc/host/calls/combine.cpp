@@ -77,7 +77,8 @@ class LaunchedInNodeCombine : public ReservedInNodeCombine {
     context_.launch([&] {
       if (handle().expansion) {
         context_.engine.combine_expanded(plan_->combine, args, reduced_.args,
-                                         plan_->rings.num_local_blocks, order_.stream());
+                                         plan_->rings.num_local_blocks,
+                                         plan_->rings.may_wait_beside, order_.stream());
       } else {
         context_.engine.combine(plan_->combine, args, order_.stream());
       }

@@ -1,0 +1,205 @@
+// combine_sums: adds the rows that a token has on this rank, for the combine of an expanded output
+// inside a node, which is launched right behind it and runs beside it. Chunk by chunk in rotation
+// (combine_chunks.cuh). In staged mode a sum that returns to a peer is stored where the peer adds it;
+// this rank's own ones, and all of them in ring mode, go where combine reads its x.
+//
+// in     as reduce_experts, and what combine gets
+// out    rows of all peers' staging; reduced_x, reduced_weights, as reduce_experts
+// grid   any number of blocks and warps. Each block has every n-th chunk, its warps take turns with
+//        parts of these
+// smem   TokenRows, one per warp, then SumsEntry
+// words  arrived, staging_line, staging_rows · as combine, for which block 0 announces
+//        recv_line.landed · owner: receiver, this rank too · the chunk of rows is there · fence and
+//        relaxed store / acquire sys. Staged mode alone: otherwise combine awaits the end of this
+// before entry: as combine
+// waits  for the entry of all ranks, whose combine_sums announces it before it waits
+#pragma once
+
+#include "device/intranode/combine_staging.cuh"
+#include "device/intranode/reduce_experts.cuh"
+#include "device/sync/generation.cuh"
+
+namespace deep_comm {
+
+// What the warps of one block share.
+struct SumsEntry {
+  CombineMode mode;
+  uint32_t staging_lines[kMaxRanks];
+  uint32_t num_done[1];  // [most_chunks] complete parts of a chunk, by the block's own count
+
+  // The chunks of one of num_blocks blocks, at most.
+  DC_HOST_DEVICE static constexpr int most_chunks(int num_ranks, int num_blocks) {
+    return ceil_div(kMaxChunks * num_ranks, num_blocks);
+  }
+  DC_HOST_DEVICE static constexpr size_t num_bytes(int num_ranks, int num_blocks) {
+    return sizeof(SumsEntry) +
+           sizeof(uint32_t) * static_cast<size_t>(most_chunks(num_ranks, num_blocks));
+  }
+  DC_DEVICE static SumsEntry& of_block() {
+    return *reinterpret_cast<SumsEntry*>(arch::dynamic_smem() +
+                                         arch::num_warps() * sizeof(TokenRows));
+  }
+};
+
+// A part of a row that returns, for one warp.
+struct RowPart {
+  static constexpr int kNumVecs = 4 * kWarpSize;
+
+  int chunk_idx;   // by the block's own count
+  int item;        // of the chunk: ChunkRotation::at
+  int chunk_rows;  // that the chunk has; 0: there is no further part
+  int row;         // among those that return to the peer
+  int token;       // received
+  int number;      // in the row
+
+  DC_DEVICE int peer() const { return item / kMaxChunks; }
+};
+
+// The parts of a warp, one after the other. A whole chunk per warp would let all chunks be ready at
+// the end, and none before.
+class PartTurns {
+ public:
+  DC_DEVICE explicit PartTurns(const CombineArgs& args)
+      : chunks_(args),
+        returned_(args),
+        parts_of_row_(ceil_div(args.message.row_bytes / 16, RowPart::kNumVecs)),
+        parts_of_chunk_(parts_of_row_ * returned_.most_chunk_rows()),
+        turn_(arch::warp_idx()) {}
+
+  DC_DEVICE int parts_of_row() const { return parts_of_row_; }
+  DC_DEVICE RowPart next() {
+    while (true) {
+      const int idx = turn_ / parts_of_chunk_, part = turn_ - idx * parts_of_chunk_;
+      const int item =
+          chunks_.at(static_cast<uint32_t>(idx * arch::num_blocks() + arch::block_idx()));
+      if (item == chunks_.kEnd) return {};
+      turn_ += arch::num_warps();
+      const Chunk chunk = returned_.chunk(item);
+      const int row = part / parts_of_row_;
+      if (row >= chunk.num_rows) continue;  // short, or none
+      return {idx,
+              item,
+              chunk.num_rows,
+              chunk.first + row,
+              static_cast<int>(chunk.x_row) + row,
+              part - row * parts_of_row_};
+    }
+  }
+
+ private:
+  ChunkRotation<true> chunks_;
+  ReturnedRows returned_;
+  int parts_of_row_;
+  int parts_of_chunk_;
+  int turn_;
+};
+
+// Where the sums go. Lane r has the place of rank r's rows.
+class SumPlaces {
+ public:
+  DC_DEVICE SumPlaces(const CombineSumsArgs& args, const SumsEntry& entry)
+      : args_(args), is_staged_(entry.mode == CombineMode::kStaged) {
+    const CombineArgs& combine = args.combine;
+    const int peer = min_of(arch::lane_idx(), args.world.num_ranks - 1), rank = args.world.rank;
+    if (is_staged_ && peer != rank) {
+      place_ = reinterpret_cast<uint64_t>(staging_slot(combine, peer, entry.staging_lines[peer],
+                                                       num_staged_rows(combine, peer, rank)));
+    }
+  }
+  DC_DEVICE bool is_staged() const { return is_staged_; }
+  DC_DEVICE uint8_t* row(const RowPart& part) const {
+    return at_peer(part)
+               ? slot(part)
+               : args_.sums.reduced_x + static_cast<int64_t>(part.token) * args_.sums.row_bytes;
+  }
+  DC_DEVICE float* weights(const RowPart& part) const {
+    return at_peer(part) ? reinterpret_cast<float*>(slot(part) + args_.sums.row_bytes)
+                         : args_.sums.reduced_weights +
+                               static_cast<int64_t>(part.token) * args_.sums.num_topk;
+  }
+
+ private:
+  DC_DEVICE bool at_peer(const RowPart& part) const {
+    return is_staged_ && part.peer() != args_.world.rank;
+  }
+  DC_DEVICE uint8_t* slot(const RowPart& part) const {
+    return reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, place_, part.peer())) +
+           static_cast<size_t>(part.row) * args_.combine.message.slot_bytes();
+  }
+
+  const CombineSumsArgs& args_;
+  bool is_staged_;
+  uint64_t place_ = 0;
+};
+
+// One lane, when a part is complete: the last part of a chunk sets its word.
+DC_DEVICE void complete_part(const Context& context, SumsEntry* entry, const RowPart& part,
+                             int parts_of_row) {
+  const World& world = context.world;
+  // acq_rel, pairs with itself: the warp that completes the chunk has what the others have stored.
+  const uint32_t num_done = 1 + arch::atomic_add_acq_rel_cta(&entry->num_done[part.chunk_idx], 1u);
+  const uint32_t num_all = static_cast<uint32_t>(part.chunk_rows * parts_of_row);
+  if (num_done != (arch::fault(Fault::kEarlySums) ? 1u : num_all)) return;
+  if (arch::fault(Fault::kLostSums)) return;
+  // pairs with: TokenWatch::look — the chunk's rows
+  arch::st_release_sys(landed_word(world, part.peer(), world.rank, part.item % kMaxChunks),
+                       Tagged::pack(context.generation, 1));
+}
+
+template <Dtype kDtype>
+DC_DEVICE void combine_sums(const CombineSumsArgs& args) {
+  const World& world = args.world;
+  const ReduceExpertsArgs& sums = args.sums;
+  const Context context{world, Kernel::kCombine, current_generation(world)};
+  SumsEntry& entry = SumsEntry::of_block();
+  const int most_chunks = SumsEntry::most_chunks(world.num_ranks, arch::num_blocks());
+  for (int idx = arch::thread_idx(); idx < most_chunks; idx += arch::num_threads()) {
+    entry.num_done[idx] = 0;
+  }
+  // Combine advances the generation: all threads have read it.
+  arch::sync_block();
+  arch::allow_later_launch();
+  if (arch::block_idx() == 0) announce_staging(context, args.combine);
+  if (arch::warp_idx() == 0) {
+    const CombineMode mode = enter_combine(context, args.combine, entry.staging_lines);
+    if (arch::lane_idx() == 0) entry.mode = mode;
+  }
+  // Hands each lane's acquire to all warps.
+  arch::sync_block();
+  if (entry.mode == CombineMode::kFailed) return;
+
+  TokenRows& rows = TokenRows::of_warp();
+  const int num_tokens = num_received(world, sums.rank_prefix_matrix, sums.num_tokens_limit);
+  const int num_vecs = sums.row_bytes / 16;
+  const SumPlaces places(args, entry);
+  PartTurns turns(args.combine);
+  // A token's rows are loaded a turn ahead: the sum of a part costs two to four trips to memory, and
+  // this would be one more.
+  LoadedRows ahead;
+  const auto load_rows = [&](const RowPart& part) {
+    if (part.chunk_rows == 0 || part.token >= num_tokens) return;
+    ahead.load(sums.recv_rows, part.token, sums.num_topk);
+  };
+  RowPart part = turns.next();
+  load_rows(part);
+  while (part.chunk_rows != 0) {
+    const int num_rows = rows.take(ahead, sums.num_rows);
+    const RowPart next = turns.next();
+    load_rows(next);
+    if (part.token < num_tokens) {
+      reduce_rows_of_token<kDtype>(sums, places.row(part), rows, num_rows,
+                                   part.number * RowPart::kNumVecs,
+                                   min_of(num_vecs, (part.number + 1) * RowPart::kNumVecs));
+      if (sums.weights != nullptr && part.number == 0) {
+        return_weights(sums, places.weights(part), part.token);
+      }
+    }
+    arch::sync_warp();  // what the lanes have stored
+    if (places.is_staged() && arch::lane_idx() == 0) {
+      complete_part(context, &entry, part, turns.parts_of_row());
+    }
+    part = next;
+  }
+}
+
+}  // namespace deep_comm
