@@ -35,6 +35,9 @@ FEWEST_SMS, MOST_SMS = 8, 32
 FEW_ROWS_SMS, FEW_ROWS_GAIN_US = 48, 5.0
 """Combine: so many SMs spare a call so much, or a greater part (table in docs/guide/sms.md)."""
 
+MORE_SUMS = 1.5
+"""Combine: so many times the SMs of the plain call, where an SM has more to add (the same page)."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -325,10 +328,15 @@ class DefaultConfig:
             self._num_ranks, modelled_num_sms(row_bytes, self._num_ranks, self._max_sms)
         )
 
-    def of_few_rows(self, row_bytes: int, num_channels: int) -> tuple[int, int]:
-        """As few_rows; (0, 0) where that is no more than ``num_channels``, its handle's."""
+    def combine_sms(self, row_bytes: int, num_channels: int) -> tuple[int, int, int]:
+        """As few_rows, then the SMs of a combine that adds more: float32 rows, weights, biases,
+        expanded outputs. Zeros where that is no more than ``num_channels``, its handle's."""
         most_rows, num_sms = few_rows(row_bytes, self._num_ranks, self._max_sms)
-        return (most_rows, num_sms) if num_sms > num_channels else (0, 0)
+        more_sums = math.ceil(MORE_SUMS * num_channels)
+        if self._max_sms is not None:
+            more_sums = min(more_sums, self._max_sms)
+        few = (most_rows, num_sms) if num_sms > num_channels else (0, 0)
+        return (*few, more_sums if more_sums > num_channels else 0)
 
 
 class _DefaultNumSms(int):

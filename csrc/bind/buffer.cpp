@@ -40,10 +40,10 @@ bool is_config(py::handle object) { return py::hasattr(object, "num_max_nvl_chun
 
 Config PythonChooser::choose(int64_t row_bytes) const { return config_of(chooser_(row_bytes)); }
 
-FewRows PythonChooser::few_rows(int64_t row_bytes, int num_channels) const {
-  const auto [most_rows, num_sms] =
-      chooser_.attr("of_few_rows")(row_bytes, num_channels).cast<std::pair<int, int>>();
-  return {most_rows, num_sms};
+CombineSms PythonChooser::combine_sms(int64_t row_bytes, int num_channels) const {
+  const auto [most_few_rows, of_few_rows, of_more_sums] =
+      chooser_.attr("combine_sms")(row_bytes, num_channels).cast<std::tuple<int, int, int>>();
+  return {most_few_rows, of_few_rows, of_more_sums};
 }
 
 ConfigChoice BoundBuffer::read_config(PyObject* config, PyObject* fallback) {

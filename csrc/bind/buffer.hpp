@@ -31,7 +31,7 @@ class PythonChooser final : public ConfigChooser {
  public:
   explicit PythonChooser(pybind11::object chooser) : chooser_(std::move(chooser)) {}
   Config choose(int64_t row_bytes) const override;
-  FewRows few_rows(int64_t row_bytes, int num_channels) const override;
+  CombineSms combine_sms(int64_t row_bytes, int num_channels) const override;
   bool is(pybind11::handle other) const { return chooser_.is(other); }
 
  private:

@@ -63,7 +63,7 @@ class Engine final : public EngineCalls {
                          const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
                          uint64_t stream) override;
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
-                           const FewRows& few_rows) const override;
+                           const CombineSms& sms) const override;
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override;
   void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
                         int num_local_blocks, bool may_run_beside, uint64_t stream) override;
@@ -251,7 +251,7 @@ class Engine final : public EngineCalls {
   template <class Launch>
   void count_launches(int count, const Launch& launch);
   // Fills in what follows from the rows of a call.
-  LaunchConfig complete_combine(const CombinePlan& plan, CombineArgs* args) const;
+  LaunchConfig complete_combine(const CombinePlan& plan, CombineArgs* args, bool adds_more) const;
   template <class... KernelTypes>
   void prepare() {
     (target_.template prepare<KernelTypes>(), ...);

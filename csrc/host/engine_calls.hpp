@@ -86,7 +86,7 @@ class EngineCalls {
                                  const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
                                  uint64_t stream) = 0;
   virtual CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
-                                   int row_bytes, const FewRows& few_rows) const = 0;
+                                   int row_bytes, const CombineSms& sms) const = 0;
   virtual void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) = 0;
   // Of an expanded output: `sums` makes its rows and sends them. Combine adds them beside that, as in
   // dispatch_expanded, the sums on half of num_local_blocks; else behind it.

@@ -316,19 +316,19 @@ void Engine<Target>::check_output(const DispatchArgs& args, const DispatchOption
 
 template <class Target>
 CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
-                                         int row_bytes, const FewRows& few_rows) const {
+                                         int row_bytes, const CombineSms& sms) const {
   constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32, false>::kMaxThreads / kWarpSize;
   const int num_senders = max_of(world_.num_ranks - 1, Target::kTuning.min_senders);
   // Beside the reducing warps: the senders, the credits', the publisher.
   const int num_reduce_warps =
       min_of(Target::kTuning.num_reduce_warps, kMaxWarps - num_senders - 2);
   static_assert(Target::kTuning.num_reduce_warps <= CombineEntry::kMaxReduceWarps);
-  detail::require(few_rows.most_rows == 0 ||
-                      (few_rows.num_sms >= config.num_channels && few_rows.num_sms <= kMaxChannels),
-                  "few_rows_sms = ", few_rows.num_sms, ", must not be below num_channels");
+  detail::require(max_of(sms.of_few_rows, sms.of_more_sums) <= kMaxChannels,
+                  "SMs of a combine = ", sms.of_few_rows, ", ", sms.of_more_sums,
+                  ", must not be above ", kMaxChannels);
   CombinePlan plan{};
   plan.dtype = dtype;
-  plan.few_rows = few_rows;
+  plan.sms = sms;
   CombineArgs& args = plan.args;
   args.message = MessageLayout::of_combine(row_bytes, num_topk);
   const Shape shape = shape_of(config, args.message, num_senders);
@@ -355,14 +355,19 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
 }
 
 template <class Target>
-LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineArgs* made) const {
+LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineArgs* made,
+                                              bool adds_more) const {
   CombineArgs& args = *made;
   constexpr Tuning kTuning = Target::kTuning;
   constexpr int kMinWindowSlots = 4;
   LaunchConfig launch_config = plan.launch;
   // Rings have a block a channel: those beyond leave them alone.
-  if (max_of(args.num_rows, args.num_tokens) <= plan.few_rows.most_rows) {
-    launch_config.num_blocks = max_of(launch_config.num_blocks, plan.few_rows.num_sms);
+  if (max_of(args.num_rows, args.num_tokens) <= plan.sms.most_few_rows) {
+    launch_config.num_blocks = max_of(launch_config.num_blocks, plan.sms.of_few_rows);
+  }
+  if (adds_more || plan.dtype == Dtype::kFloat32 || args.message.num_topk != 0 ||
+      args.bias[0] != nullptr || args.bias[1] != nullptr) {
+    launch_config.num_blocks = max_of(launch_config.num_blocks, plan.sms.of_more_sums);
   }
   const int num_blocks = launch_config.num_blocks;
   args.num_window_slots =
@@ -396,7 +401,7 @@ LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineAr
 
 template <class Target>
 void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) {
-  const LaunchConfig launch_config = complete_combine(plan, &args);
+  const LaunchConfig launch_config = complete_combine(plan, &args, false);
   detail::with_dtype<detail::OfDtype>(plan.dtype, [&]<class Of>(Of) {
     launch<CombineKernel<Of::kDtype, false>>(launch_config, args, stream);
   });

@@ -64,17 +64,20 @@ struct DispatchPlan {
   const Variant& variant(bool may_be_direct) const { return variants[may_be_direct ? 1 : 0]; }
 };
 
-// A combine of few rows may run on more SMs than its handle has channels: see deep_comm/tuning.py.
-struct FewRows {
-  int most_rows;  // that a rank returns, or tokens that it has; 0: always as many SMs as channels
-  int num_sms;
+// Combines that may run on more SMs than their handle has channels: see deep_comm/tuning.py.
+struct CombineSms {
+  int most_few_rows;  // that a rank returns, or tokens that it has; 0: never
+  int of_few_rows;
+  int of_more_sums;  // float32 rows, weights, biases, expanded outputs; 0: never
+
+  friend bool operator==(const CombineSms&, const CombineSms&) = default;
 };
 
 struct CombinePlan {
   Dtype dtype;
   CombineArgs args;  // all but addresses, tokens and rows
   LaunchConfig launch;
-  FewRows few_rows;
+  CombineSms sms;
 };
 
 }  // namespace deep_comm

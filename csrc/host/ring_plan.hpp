@@ -34,8 +34,8 @@ class ConfigChooser {
   virtual ~ConfigChooser() = default;
   // row_bytes: of payload and scales.
   virtual Config choose(int64_t row_bytes) const = 0;
-  // More SMs than the dispatch had channels, for a combine of few rows; {0, 0}: none.
-  virtual FewRows few_rows(int64_t row_bytes, int num_channels) const = 0;
+  // Where a combine gets more SMs than the dispatch had channels; {0, 0, 0}: nowhere.
+  virtual CombineSms combine_sms(int64_t row_bytes, int num_channels) const = 0;
 };
 
 // The Config of one call.

@@ -194,9 +194,10 @@ class LoggedEngine final : public EngineCalls {
     launch("expand_rows", stream, [] {});
   }
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
-                           const FewRows& few_rows) const override {
-    log_.tell("plan", "combine", py::make_tuple(few_rows.most_rows, few_rows.num_sms));
-    return engine_.plan_combine(config, dtype, num_topk, row_bytes, few_rows);
+                           const CombineSms& sms) const override {
+    log_.tell("plan", "combine",
+              py::make_tuple(sms.most_few_rows, sms.of_few_rows, sms.of_more_sums));
+    return engine_.plan_combine(config, dtype, num_topk, row_bytes, sms);
   }
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override {
     launch("combine", stream, [=, this] { engine_.combine(plan, args, stream); });

@@ -36,8 +36,8 @@ class Log(list):
         known: by stream, the work that all further work there is behind.
         kernels: (stream, what was known there) of every launch.
         stub_counts: what `wait_counts` returns where launches are skipped.
-        planned: (name, blocks) of every local kernel, ("combine", (few_rows, few_rows_sms)) of
-            every plan of a combine, ("may_run_beside", bool) of every expanded dispatch.
+        planned: (name, blocks) of every local kernel, ("combine", DefaultConfig.combine_sms) of
+            every plan of a combine, ("may_run_beside", bool) of every expanded call.
         defers: from a notify on, until the host waits for its counts, an engine's launches go to a
             thread of its own, in order: a stream. Other launches end before they return.
     """

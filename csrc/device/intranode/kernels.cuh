@@ -72,8 +72,9 @@ struct ReduceExpertsKernel : LocalKernel<ReduceExpertsArgs, Kernel::kReduceExper
   DC_DEVICE static void run(const ReduceExpertsArgs& args) { reduce_experts<kDtype>(args); }
 };
 
+// Blocks wait for the peers' first ones, and for none of this rank but the first.
 template <Dtype kDtype>
-struct CombineSumsKernel : WaitingKernel<CombineSumsArgs, Kernel::kReduceExperts, 640> {
+struct CombineSumsKernel : LocalKernel<CombineSumsArgs, Kernel::kReduceExperts, 640> {
   DC_DEVICE static void run(const CombineSumsArgs& args) { combine_sums<kDtype>(args); }
 };
 

@@ -87,12 +87,12 @@ const InNodeCombinePlan& plan_of(CallContext& context, const CombineKey& key) {
   return context.plans_in_node.combines.get(key, [&] {
     InNodeCombinePlan plan;
     plan.rings = plan_rings(context, key.config, key.row_bytes, 0, key.num_topk, key.num_channels);
-    FewRows few_rows{0, 0};
+    CombineSms sms{0, 0, 0};
     if (key.has_default_sms && key.config.has_default_sms()) {
-      few_rows = key.config.chooser->few_rows(key.row_bytes, key.num_channels);
+      sms = key.config.chooser->combine_sms(key.row_bytes, key.num_channels);
     }
     plan.combine = context.engine.plan_combine(plan.rings.channels, key.dtype, key.num_topk,
-                                               key.row_bytes, few_rows);
+                                               key.row_bytes, sms);
     plan.staging_row_bytes = staging_row_bytes(key.row_bytes, key.num_topk);
     return plan;
   });

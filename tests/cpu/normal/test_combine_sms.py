@@ -1,5 +1,5 @@
-"""A combine of few rows takes more SMs than its handle has channels, unless somebody has said how
-many SMs there may be. What it gives does not depend on it."""
+"""A combine of few rows, or one that adds more than plain rows, takes more SMs than its handle has
+channels, unless somebody has said how many SMs there may be. What it gives does not depend on it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from deep_comm import Config, simulate, tuning
 
 FEW = 11  # rows, and
 SMS = 5
+MORE = 3  # 1.5 times two channels
 
 
 @pytest.fixture
@@ -60,8 +61,8 @@ def test_sums_do_not_depend_on_it(num_direct_bytes: int, model: None) -> None:
     on_normal(body, num_direct_bytes=num_direct_bytes)
 
 
-def _planned(log: fake_cuda.Log) -> list[tuple[int, int]]:
-    """(few_rows, few_rows_sms) of combines that have been planned."""
+def _planned(log: fake_cuda.Log) -> list[tuple[int, int, int]]:
+    """What DefaultConfig.combine_sms said of combines that have been planned."""
     return [what for name, what in log.planned if name == "combine"]
 
 
@@ -80,7 +81,7 @@ def test_who_names_a_number_gets_no_more(
         x, idx, weights = inputs(rank)
         routing: dict[str, Any] = dict(topk_idx=idx, topk_weights=weights, num_experts=E)
 
-        def combined(named: Any, handle: Any, rows: Any) -> tuple[int, int]:
+        def combined(named: Any, handle: Any, rows: Any) -> tuple[int, int, int]:
             before = len(_planned(log))
             buffer.combine(rows, handle, config=named)
             assert len(_planned(log)) == before + 1  # a form of its own
@@ -90,9 +91,9 @@ def test_who_names_a_number_gets_no_more(
         theirs = buffer.dispatch(x, **routing, config=config)[4]
         assert ours.num_channels == theirs.num_channels == 2
         assert ours.has_default_sms and not theirs.has_default_sms
-        assert combined(None, ours, rows) == (FEW, SMS)
-        assert combined(None, theirs, rows) == (0, 0)
-        assert combined(config, ours, rows) == (0, 0)
+        assert combined(None, ours, rows) == (FEW, SMS, MORE)
+        assert combined(None, theirs, rows) == (0, 0, 0)
+        assert combined(config, ours, rows) == (0, 0, 0)
         # The same forms again are still told apart.
         before = len(_planned(log))
         for handle in (ours, theirs):
@@ -101,10 +102,10 @@ def test_who_names_a_number_gets_no_more(
         # Of six tensors nobody knows whose choice they were.
         assert buffer.dispatch(x, **routing)[4].has_default_sms
         assert not buffer.dispatch(x, **routing, config=config)[4].has_default_sms
-        assert combined(None, tuple(ours), rows.float()) == (0, 0)
+        assert combined(None, tuple(ours), rows.float()) == (0, 0, 0)
         monkeypatch.setattr(deep_comm.Buffer, "num_sms", 2)  # as set_num_sms does
         assert not buffer.dispatch(x, **routing)[4].has_default_sms
-        assert combined(None, ours, rows) == (0, 0)
+        assert combined(None, ours, rows) == (0, 0, 0)
 
     on_normal(body, 1, num_direct_bytes=4 << 20)
     monkeypatch.setattr(deep_comm.Buffer, "num_sms", default_num_sms)
@@ -116,9 +117,33 @@ def test_who_names_a_number_gets_no_more(
             x, topk_idx=idx, topk_weights=weights, num_experts=E
         )
         buffer.combine(rows, handle)
-        assert _planned(log)[-1] == (0, 0) and not handle.has_default_sms
+        assert _planned(log)[-1] == (0, 0, 0) and not handle.has_default_sms
 
     on_normal(with_variable, 1, num_direct_bytes=4 << 20)
+
+
+def test_what_adds_more_takes_more(model: None) -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = inputs(rank, FEW + 1)
+        x = x.bfloat16()
+        rows, _, recv_weights, _, handle, _ = buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=E
+        )
+        assert handle.num_channels == 2
+
+        def num_blocks(rows: Any = rows, **options: Any) -> int:
+            buffer.combine(rows, handle, **options)
+            events = buffer.trace().events
+            last = max(event.call for event in events if event.kernel == "combine")
+            return len({event.block for event in events if event.call == last})
+
+        assert num_blocks() == 2
+        assert num_blocks(topk_weights=recv_weights) == MORE
+        assert num_blocks(bias=x) == num_blocks(bias=(x, None)) == MORE
+        assert num_blocks(rows.float()) == MORE
+        assert num_blocks(topk_weights=recv_weights, config=Config(2, 4, 16)) == 2
+
+    on_normal(body, 1, num_direct_bytes=4 << 20, trace=4)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1 << 18], ids=["rings", "staged"])
@@ -159,7 +184,8 @@ def test_the_model_stops_where_its_gain_is_worth_less_than_the_tolerance() -> No
             assert tuning.TOLERANCE <= gain <= 1.1 * tuning.TOLERANCE
     assert tuning.few_rows(14336, 2, max_sms=30)[1] == 30
     default = tuning.DefaultConfig("combine", lambda ranks, sms: Config(sms), [], 2, 132)
-    assert default.of_few_rows(14336, 26) == tuning.few_rows(14336, 2, 132)
-    assert default.of_few_rows(14336, 48) == (0, 0)
+    assert default.combine_sms(14336, 26) == (*tuning.few_rows(14336, 2, 132), 39)
+    assert default.combine_sms(14336, 48) == (0, 0, 72)
+    assert default.combine_sms(14336, 132) == (0, 0, 0)
     # 3072 tokens of 2 ranks gain more than the tolerance, 4096 do not (docs/guide/sms.md).
     assert 3072 * 1.992 < tuning.few_rows(14336, 2)[0] < 4096 * 1.992
