@@ -1,7 +1,7 @@
 // combine, ring mode: bounded memory. Rows return through the rings of their channel.
 //
-// grid   one block per channel; R - 1 warps send, each to one peer; one returns credits, one
-//        publishes, the others add: the channel's tokens are dealt to them in turn
+// grid   one block per channel; num_senders warps send, as many to each peer, in turn; one returns
+//        credits, one publishes, the others add: the channel's tokens are dealt to them in turn
 // words  recv_line.tail, send_line.head: as in dispatch with exchanged roles
 // waits  tail: unblocked by the sender; head: by the receiver's credit warp, which waits for its
 //        own block's reducers (num_done), which wait for tails. Tokens are reduced in order, so no
@@ -33,15 +33,20 @@ class RowsOfX {
   const CombineArgs& args_;
 };
 
-// A contiguous range of x. Of the two that send_rows uses, that of the loads is ahead.
+// A share of a contiguous range of x. Of the two that send_rows uses, that of the loads is ahead.
 class RowSource : public RowsOfX<false> {
  public:
-  DC_DEVICE RowSource(const CombineArgs& args, int begin, int end)
-      : RowsOfX(args), next_(begin), end_(end) {}
-  DC_DEVICE int next() { return next_ < end_ ? next_++ : -1; }
+  DC_DEVICE RowSource(const CombineArgs& args, const RingShare& share, int begin, int end)
+      : RowsOfX(args), next_(begin + share.first), num_warps_(share.num_warps), end_(end) {}
+  DC_DEVICE int next() {
+    if (next_ >= end_) return -1;
+    next_ += num_warps_;
+    return next_ - num_warps_;
+  }
 
  private:
   int next_;
+  int num_warps_;
   int end_;
 };
 
@@ -49,24 +54,44 @@ class RowSource : public RowsOfX<false> {
 // before is sent, and nothing more.
 class SummedRowSource : public RowsOfX<true> {
  public:
-  // end: of both sources of a ring.
-  DC_DEVICE SummedRowSource(const Context& context, const CombineArgs& args, int peer, int begin,
-                            int* end)
-      : RowsOfX(args), sums_(context, args, peer), next_(begin), end_(end) {}
+  // end: of both sources of this warp.
+  DC_DEVICE SummedRowSource(const Context& context, const CombineArgs& args, int peer,
+                            const RingShare& share, int begin, int* end)
+      : RowsOfX(args),
+        sums_(context, args, peer),
+        next_(begin + share.first),
+        num_warps_(share.num_warps),
+        end_(end) {}
   DC_DEVICE int next() {
     if (next_ < *end_ && !sums_.await(next_)) *end_ = next_;
-    return next_ < *end_ ? next_++ : -1;
+    if (next_ >= *end_) return -1;
+    next_ += num_warps_;
+    return next_ - num_warps_;
   }
 
  private:
   AwaitedSums<true> sums_;
   int next_;
+  int num_warps_;
   int* end_;
 };
 
+// Sending warps per peer.
+DC_DEVICE int num_senders_of_ring(const CombineArgs& args) {
+  return args.num_senders / max_of(1, args.world.num_ranks - 1);
+}
+// Progress words: of each peer those of the warps that send to it, then one for the rows of its
+// ring that have been read.
+DC_DEVICE int first_send_word(const CombineArgs& args, int peer) {
+  return peer * num_senders_of_ring(args);
+}
+DC_DEVICE int read_word(const CombineArgs& args, int peer) {
+  return first_send_word(args, args.world.num_ranks) + peer;
+}
+
 template <bool kIsExpanded>
 DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, CombineEntry* entry,
-                            StagePipe& pipe, int channel, int dst) {
+                            StagePipe& pipe, int channel, int dst, const RingShare& share) {
   const int num_ranks = args.world.num_ranks, num_channels = args.ring.num_channels;
   // The rows that rank dst sent through this channel are contiguous, in its order.
   const int source_begin = static_cast<int>(first_row_of(args, dst));
@@ -80,14 +105,16 @@ DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, Com
                                  : source_begin + arch::ld_nc(starts + channel + 1));
   RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
                   channel, dst);
-  const SendReport report(entry->progress, dst, args.num_send_tokens, pipe);
+  const SendReport report(entry->progress,
+                          first_send_word(args, dst) + static_cast<int>(share.first), share,
+                          args.num_send_tokens, pipe);
   const Pieces pieces = Pieces::of(args.message.row_bytes, args.stage);
   if constexpr (kIsExpanded) {
-    const SummedRowSource source(context, args, dst, begin, &end);
-    send_rows(pipe, ring, report, pieces, args.message.meta_bytes, source, source);
+    const SummedRowSource source(context, args, dst, share, begin, &end);
+    send_rows(pipe, ring, share, report, pieces, args.message.meta_bytes, source, source);
   } else {
-    const RowSource source(args, begin, end);
-    send_rows(pipe, ring, report, pieces, args.message.meta_bytes, source, source);
+    const RowSource source(args, share, begin, end);
+    send_rows(pipe, ring, share, report, pieces, args.message.meta_bytes, source, source);
   }
 }
 
@@ -203,11 +230,11 @@ DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, C
       if (heads[idx] >= 0) num_read = heads[idx] + 1;
       if (num_read - num_reported >= release_step) {
         num_reported = num_read;
-        entry->progress.report(num_ranks + lane, num_reported);
+        entry->progress.report(read_word(args, lane), num_reported);
       }
     }
   }
-  if (is_peer) entry->progress.finish(num_ranks + lane, num_reported);
+  if (is_peer) entry->progress.finish(read_word(args, lane), num_reported);
 }
 
 // The publishing warp: lane r publishes the tail of the ring to rank r, lane R + r the head of the
@@ -218,9 +245,12 @@ DC_DEVICE void combine_publish(const Context& context, const CombineArgs& args, 
   const int lane = arch::lane_idx(), peer = lane % world.num_ranks;
   Published published;
   if (peer != world.rank && lane < 2 * world.num_ranks && !world.is_absent(peer)) {
-    published = {
-        lane < world.num_ranks ? ring_tail(world, channel, peer) : ring_head(world, channel, peer),
-        lane, 1};
+    if (lane < world.num_ranks) {
+      published = {ring_tail(world, channel, peer), first_send_word(args, peer),
+                   num_senders_of_ring(args)};
+    } else {
+      published = {ring_head(world, channel, peer), read_word(args, peer), 1};
+    }
   }
   publish_progress(context, entry->progress, published);
 }
@@ -230,10 +260,13 @@ template <bool kIsExpanded>
 DC_DEVICE void send_by_rings(const Context& context, const CombineArgs& args, CombineEntry* entry,
                              StagePipe& pipe) {
   const World& world = args.world;
-  if (arch::warp_idx() >= world.num_ranks - 1) return;
-  const int dst = (world.rank + 1 + arch::warp_idx()) % world.num_ranks;
+  const int num_peers = world.num_ranks - 1, num_warps = num_senders_of_ring(args);
+  if (arch::warp_idx() >= num_peers * num_warps) return;
+  const int dst = (world.rank + 1 + arch::warp_idx() % num_peers) % world.num_ranks;
+  const RingShare share{static_cast<uint32_t>(arch::warp_idx() / num_peers),
+                        static_cast<uint32_t>(num_warps)};
   if (!world.is_absent(dst)) {
-    combine_send<kIsExpanded>(context, args, entry, pipe, arch::block_idx(), dst);
+    combine_send<kIsExpanded>(context, args, entry, pipe, arch::block_idx(), dst, share);
   }
 }
 

@@ -1,4 +1,4 @@
-// The sending half of a ring, for dispatch and combine: a source's rows, in order. A Source tells
+// The sending half of a ring in combine: a source's rows, dealt to some warps in turn. A Source tells
 // one warp which rows to send and what follows each of them:
 //
 //   int            next()                              the next row, or -1; the whole warp calls it
@@ -25,12 +25,24 @@ DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) 
   return pipe;
 }
 
-// What a sending warp has reported to its block's publisher. Leader only.
+// The warps that fill a ring: this one sends every num_warps-th row, from `first` on.
+struct RingShare {
+  uint32_t first;
+  uint32_t num_warps;
+};
+
+// What a sending warp has reported to its block's publisher: before which row of the ring all of its
+// own have landed. Leader only.
 class SendReport {
  public:
   // pipe: may have been used before.
-  DC_DEVICE SendReport(Progress& progress, int word, uint32_t chunk, const StagePipe& pipe)
-      : progress_(progress), word_(word), chunk_(chunk), num_stores_before_(pipe.num_stores()) {}
+  DC_DEVICE SendReport(Progress& progress, int word, const RingShare& share, uint32_t chunk,
+                       const StagePipe& pipe)
+      : progress_(progress),
+        word_(word),
+        share_(share),
+        chunk_(chunk),
+        num_stores_before_(pipe.num_stores()) {}
 
   // Reports when a chunk of rows has landed. A store needs the time of several rows to land, and
   // waiting for it would empty the pipeline. So the newest stores are reported later.
@@ -38,13 +50,14 @@ class SendReport {
     constexpr uint32_t kInFlight = 6;
     const uint32_t num_stores = pipe.num_stores() - num_stores_before_;
     if (num_stores < kInFlight) return;
-    const uint32_t num_landed = (num_stores - kInFlight) / num_pieces;
+    const uint32_t num_landed =
+        share_.first + (num_stores - kInFlight) / num_pieces * share_.num_warps;
     if (num_landed < num_reported_ + chunk_) return;  // before_wait may have reported more already
     arch::bulk_wait<kInFlight>();
     report(num_landed);
   }
-  // Before a wait for credit: reports all of `num_rows`. Otherwise the receiver could not free a
-  // slot.
+  // Before a wait for credit: reports all before row `num_rows`. Otherwise the receiver could not
+  // free a slot.
   DC_DEVICE void before_wait(uint32_t num_rows) {
     arch::bulk_wait<0>();
     report(num_rows);
@@ -63,6 +76,7 @@ class SendReport {
 
   Progress& progress_;
   int word_;
+  RingShare share_;
   uint32_t chunk_;
   uint32_t num_stores_before_;
   uint32_t num_reported_ = 0;
@@ -77,8 +91,9 @@ DC_DEVICE bool acquire_slot(RingSender& ring, SendReport& sent, uint32_t row_idx
 
 // One warp. On failure the pipeline is drained and nothing more is written.
 template <class Source>
-DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, const Pieces& pieces,
-                         int meta_bytes, Source ahead, Source current) {
+DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, const RingShare& share,
+                         SendReport sent, const Pieces& pieces, int meta_bytes, Source ahead,
+                         Source current) {
   const bool is_leader = arch::lane_idx() == 0;
   int load_row = ahead.next();
   int load_piece = 0;
@@ -96,9 +111,9 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
   };
   while (load_row >= 0 && pipe.can_load()) load_next();
 
-  uint32_t row_idx = 0;
+  uint32_t row_idx = share.first;
   bool ok = true;
-  for (int row = current.next(); row >= 0; row = current.next(), ++row_idx) {
+  for (int row = current.next(); row >= 0; row = current.next(), row_idx += share.num_warps) {
     if (is_leader) ok = acquire_slot(ring, sent, row_idx);
     ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
     if (!ok) break;
