@@ -21,8 +21,8 @@
 #include "device/intranode/ring_meta.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
+#include "device/move/copy_row.cuh"
 #include "device/move/quantise.cuh"
-#include "device/move/vecs.cuh"
 
 namespace deep_comm {
 
@@ -288,9 +288,8 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
     meta.load(args, staged);
     const int row = meta.row(ordinal);
     if (row >= 0 && row < args.num_recv_rows) {
-      copy_vecs<VecSource::kPeerWritten>(
-          args.recv_x + static_cast<int64_t>(row) * args.message.row_bytes, slot,
-          args.message.row_bytes / 16);
+      copy_row(args.recv_x + static_cast<int64_t>(row) * args.message.row_bytes, slot,
+               args.message.row_bytes);
     }
     if (ordinal < args.num_recv_rows) meta.store(args, staged, ordinal, row);
     if (num_read - num_reported >= release_step) {

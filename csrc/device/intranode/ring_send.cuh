@@ -91,9 +91,8 @@ DC_DEVICE bool acquire_slot(RingSender& ring, SendReport& sent, uint32_t row_idx
 
 // One warp. On failure the pipeline is drained and nothing more is written.
 template <class Source>
-DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, const RingShare& share,
-                         SendReport sent, const Pieces& pieces, int meta_bytes, Source ahead,
-                         Source current) {
+DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, const RingShare& share, SendReport sent,
+                         const Pieces& pieces, int meta_bytes, Source ahead, Source current) {
   const bool is_leader = arch::lane_idx() == 0;
   int load_row = ahead.next();
   int load_piece = 0;

@@ -64,9 +64,9 @@ const NewDispatchPlan& plan_of(CallContext& context, const NewDispatchKey& key) 
   return context.plans_in_node.new_dispatches.get(key, [&] {
     const PayloadForm& form = key.form;
     NewDispatchPlan plan;
-    plan.rings = plan_rings(context, key.config, form.row_bytes(),
-                            scale_row_bytes_of(form, key.num_topk, key.is_expanded), key.num_topk,
-                            0);
+    plan.rings =
+        plan_rings(context, key.config, form.row_bytes(),
+                   scale_row_bytes_of(form, key.num_topk, key.is_expanded), key.num_topk, 0);
     plan.notify = context.engine.plan_notify({.channels = plan.rings.channels,
                                               .dtypes = form.dtypes(),
                                               .row_bytes = form.row_bytes(),
