@@ -21,8 +21,6 @@
 //   void st_weak(T*, T)                     // a peer sees it after a release at the latest
 //   T    ld_nc(const T*)                    // input that nobody writes during this kernel
 //   void st_streaming(T*, T)                // st_weak with a hint not to stay in L1; payload only
-//   T    ld_nc_once(const T*)               // ld_nc and st_streaming of what is the first to leave
-//   void st_once(T*, T)                     // the L2: nobody touches it again soon
 //   T    ld_relaxed_{cta,gpu,sys}(const T*),  void st_relaxed_{cta,gpu,sys}(T*, T)
 //        sys also takes Vec16: four words of 4 bytes, each relaxed, each arriving separately
 //   T    ld_acquire_{cta,gpu,sys}(const T*),  void st_release_{cta,gpu,sys}(T*, T)

@@ -135,43 +135,6 @@ DC_DEFINE_STORE_ANY(st_weak, "st.weak.global")
 // are payload that is read once.
 DC_DEFINE_LOAD_ANY(ld_nc, "ld.global.nc", "ld.global.nc.L1::no_allocate", DC_CLOBBERS_NOTHING)
 DC_DEFINE_STORE_ANY(st_streaming, "st.weak.global.L1::no_allocate")
-
-namespace detail {
-
-DC_DEVICE uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-}  // namespace detail
-
-template <class T>
-DC_DEVICE T ld_nc_once(const T* ptr) {
-  if constexpr (sizeof(T) == 16) {
-    Vec16 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-                 : "l"(ptr), "l"(detail::evict_first_policy()));
-    return bit_cast<T>(v);
-  } else {
-    return ld_nc(ptr);
-  }
-}
-template <class T>
-DC_DEVICE void st_once(T* ptr, detail::Same<T> value) {
-  if constexpr (sizeof(T) == 16) {
-    const Vec16 v = bit_cast<Vec16>(value);
-    asm volatile(
-        "st.weak.global.L1::no_allocate.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(
-            ptr),
-        "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]),
-        "l"(detail::evict_first_policy())
-        : "memory");
-  } else {
-    st_streaming(ptr, value);
-  }
-}
 DC_DEFINE_LOAD_ANY(ld_relaxed_sys, "ld.relaxed.sys.global", "ld.relaxed.sys.global",
                    DC_CLOBBERS_MEMORY)
 DC_DEFINE_STORE_ANY(st_relaxed_sys, "st.relaxed.sys.global")

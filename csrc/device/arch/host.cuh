@@ -286,14 +286,6 @@ template <class T>
 inline void st_streaming(T* address, T value) {
   detail::store_weak(address, value);
 }
-template <class T>
-inline T ld_nc_once(const T* address) {
-  return ld_nc(address);
-}
-template <class T>
-inline void st_once(T* address, T value) {
-  st_streaming(address, value);
-}
 
 template <class T>
 inline T ld_relaxed_cta(const T* address, simt::CallSite site = simt::CallSite::here()) {

@@ -29,8 +29,7 @@
 
 namespace deep_comm {
 
-// One warp: copies a row to `rows`, from first_row on, in units of T. What is copied leaves the L2
-// first: rows that land meanwhile are read there.
+// One warp: copies a row to `rows`, from first_row on, in units of T.
 template <class T>
 DC_DEVICE void copy_to_rows(uint8_t* base, const uint8_t* row, int row_bytes, const TokenRows& rows,
                             int first_row, int num_rows) {
@@ -49,7 +48,7 @@ DC_DEVICE void copy_to_rows(uint8_t* base, const uint8_t* row, int row_bytes, co
       DC_UNROLL
       for (int step = 0; step < kUnroll; ++step) {
         const int unit = first + step * kWarpSize;
-        if (unit < num_units) arch::st_once(dst + unit, units[step]);
+        if (unit < num_units) arch::st_streaming(dst + unit, units[step]);
       }
     }
   }

@@ -17,8 +17,7 @@
 
 namespace deep_comm {
 
-// One warp: dst = the sum of `rows`, vectors [first_vec, num_vecs). The rows leave the L2 first: sums,
-// and rows of peers, are read there soon. The weights are loaded beside the
+// One warp: dst = the sum of `rows`, vectors [first_vec, num_vecs). The weights are loaded beside the
 // first vectors, one per lane: otherwise each would cost a trip to memory.
 template <Dtype kDtype>
 DC_DEVICE void reduce_rows_of_token(const ReduceExpertsArgs& args, uint8_t* dst,
@@ -47,7 +46,7 @@ DC_DEVICE void reduce_rows_of_token(const ReduceExpertsArgs& args, uint8_t* dst,
         DC_UNROLL
         for (int step = 0; step < kUnroll; ++step) {
           const int vec_idx = base + step * kWarpSize + lane;
-          if (vec_idx < num_vecs) vecs[idx][step] = arch::ld_nc_once(src + vec_idx);
+          if (vec_idx < num_vecs) vecs[idx][step] = arch::ld_nc(src + vec_idx);
         }
       }
       DC_UNROLL
