@@ -90,7 +90,7 @@ class SymmetricMemory:
             num_bytes: on every rank, for tensors and words. Each takes whole lines of 128 bytes.
             staging_bytes: for the collectives of ``deep_comm.tp``; twice as much is allocated. One
                 call stages at most its x, rounded up by 16 bytes for each rank.
-            num_sms: default 32, on the host target 2.
+            num_sms: default 64, on the host target 2.
             multicast: sums of ``deep_comm.tp`` are taken by the NVLink switch, in an order that
                 nobody specifies. The memory is torch's symmetric memory then. Needs a
                 torch.distributed group, GPUs of sm_90 or later and a switch with multicast; the
@@ -147,7 +147,7 @@ class SymmetricMemory:
         self.device = self._context.device
         self.num_bytes, self.staging_bytes, self.multicast = num_bytes, staging_bytes, multicast
         most_sms = self._context.backend.max_sms
-        self.num_sms = min(num_sms or 32, most_sms) if most_sms else num_sms or 2
+        self.num_sms = min(num_sms or 64, most_sms) if most_sms else num_sms or 2
         self._words: list[Words] = []
         begin = self._context.engine.data_offset
         calls = self._context.native_calls
