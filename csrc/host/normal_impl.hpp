@@ -62,7 +62,7 @@ NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
   shape_of(options.channels,
            MessageLayout::of_dispatch(options.row_bytes, options.scale_row_bytes, options.num_topk,
                                       true, options.is_expanded),
-           Target::kTuning.num_ring_movers);
+           world_.num_ranks - 1);
   check_num_experts(options.num_experts);
   const size_t counter_bytes =
       options.counts_choices ? sizeof(int32_t) * static_cast<size_t>(options.num_experts) : 0;
@@ -212,7 +212,7 @@ DispatchPlan Engine<Target>::plan_dispatch(const DispatchOptions& options) const
   const MessageLayout message =
       MessageLayout::of_dispatch(options.row_bytes, options.num_scales * options.scale_bytes,
                                  options.num_topk, options.makes_handle, options.is_expanded);
-  const Shape shape = shape_of(options.channels, message, Target::kTuning.num_ring_movers);
+  const Shape shape = shape_of(options.channels, message, world_.num_ranks - 1);
   DispatchPlan plan{};
   plan.options = options;
   for (const bool may_be_direct : {false, true}) {
@@ -226,7 +226,7 @@ DispatchPlan Engine<Target>::plan_dispatch(const DispatchOptions& options) const
 template <class Target>
 DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& options,
                                                     const Shape& shape, bool may_be_direct) const {
-  constexpr Tuning tuning = Target::kTuning;
+  const Tuning& tuning = Target::kTuning;
   const ChannelConfig& config = options.channels;
   DispatchPlan::Variant variant{};
   DispatchArgs& args = variant.args;
@@ -235,15 +235,10 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   args.topk_idx_bytes = options.topk_idx_bytes;
   args.scale_format = options.scale_format;
   constexpr int kMaxWarps = DispatchKernel<false, false>::kMaxThreads / kWarpSize;
-  // of every rank: the movers' and at least one receiver's
-  static_assert(tuning.num_ring_movers < Progress::kMaxWords / kMaxRanks);
-  const int num_ranks = world_.num_ranks, num_peers = num_ranks - 1;
-  args.num_ring_movers = shape.num_senders;
   args.num_receive_warps =
-      min_of(min_of(tuning.num_receive_warps, Progress::kMaxWords / num_ranks - shape.num_senders),
-             (kMaxWarps - shape.num_senders - 1) / max_of(1, num_peers));
+      min_of(tuning.num_receive_warps, (kMaxWarps - world_.num_ranks) / world_.num_ranks);
   const int num_ring_warps =
-      shape.num_senders + num_peers * args.num_receive_warps + 1;  // and the publisher
+      shape.num_senders + world_.num_ranks * args.num_receive_warps + 1;  // and the publisher
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;

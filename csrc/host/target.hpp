@@ -75,7 +75,6 @@ struct Tuning {
   int senders_of_few_twos;    // the same, where there are words for chunks of one row, too
   int most_single_rows;       // combine: of a rank, beyond which they travel in twos
   int min_senders;            // combine: warps of a block that send, at least
-  int num_ring_movers;        // ring dispatch: warps of a block that move rows
   int num_receive_warps;      // ring dispatch: a source rank, at most
   int num_direct_move_warps;  // direct dispatch: at most
   int num_link_sms;           // direct dispatch: SMs whose rows to peers the links keep up with

@@ -150,7 +150,6 @@ struct DispatchArgs {
   StageLayout stage;
   RingLayout ring;
   int num_send_tokens;
-  int num_ring_movers;    // warps of a block that move rows; at most 3
   int num_receive_warps;  // of a block, per source rank
   // direct mode
   StageLayout direct_stage;

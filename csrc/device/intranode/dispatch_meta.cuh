@@ -10,7 +10,11 @@
 
 namespace deep_comm {
 
-enum class ScaleSource { kInput, kNone };
+enum class ScaleSource {
+  kInput,
+  kWrittenHere,
+  kNone
+};  // kWrittenHere: words that this kernel wrote
 
 // One warp: copies the scales of `token` to `dst`.
 template <ScaleSource kSource>
@@ -18,8 +22,13 @@ DC_DEVICE void store_token_scales(const DispatchArgs& args, uint8_t* dst, int to
   if constexpr (kSource == ScaleSource::kNone) return;
   for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
     const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
-    copy_element(dst + column * args.scale_bytes, args.x_scales + position * args.scale_bytes,
-                 args.scale_bytes);
+    if constexpr (kSource == ScaleSource::kWrittenHere) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(args.x_scales);
+      arch::st_weak(reinterpret_cast<uint32_t*>(dst) + column, arch::ld_weak(words + position));
+    } else {
+      copy_element(dst + column * args.scale_bytes, args.x_scales + position * args.scale_bytes,
+                   args.scale_bytes);
+    }
   }
 }
 

@@ -1,300 +1,229 @@
 // dispatch, ring mode: bounded memory. Tokens are sent through rings.
 //
-// grid   one block per channel. num_ring_movers warps take its tokens in turn: a row is loaded once
-//        and stored to the ring of each rank that it goes to, and to its final row if it stays, by
-//        one lane per rank. num_receive_warps warps per source copy its rows in turn from the ring
-//        to their final rows. One publishes tails and heads
-// forms  expanded: a row is written to the first of its output rows; the receiver copies it to the
-//        others (expand.cuh). Quantised: a block first casts its channel's rows to FP8 in memory
-// smem   num_ring_movers x (stages + mbarriers)
+// grid   one block per channel; R - 1 warps send, each to one peer; R x num_receive_warps warps
+//        receive, each some columns of one source's rows (this rank's own rows come straight from
+//        x); one publishes tails and heads
+// forms  expanded: a row is written to the first of its output rows, which follows all other
+//        metadata; the receiver copies it to the others (expand.cuh). Quantised: a block first
+//        casts its channel's rows to FP8 in memory, since every destination's warp loads them again
+// smem   (R - 1) x (stages + mbarriers)
 // words  recv_line.{start,end}_offset · owner: receiver · written by sender · relaxed, flag in data
 //        recv_line.tail               · owner: receiver · written by sender · release/acquire sys
 //        send_line.head               · owner: sender · written by receiver · release/acquire sys
-// waits  offsets, tail: unblocked by the sender; head: by the receiver. Movers and receivers of one
-//        rank do not wait for each other. A mover reports all it has, towards every rank, before it
-//        waits; so of the movers that wait, the one with the earliest token always gets its credit
+// waits  offsets, tail: unblocked by the sender; head: by the receiver. Sender and receiver of one
+//        rank do not wait for each other, and a sender publishes all it has before it waits, so no
+//        cycle can form
 #pragma once
 
 #include "device/channel/offsets.cuh"
 #include "device/channel/ring.cuh"
 #include "device/intranode/args.cuh"
-#include "device/intranode/ring_meta.cuh"
+#include "device/intranode/dispatch_meta.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
-#include "device/move/copy_row.cuh"
+#include "device/layout/expert_map.cuh"
+#include "device/move/element.cuh"
 #include "device/move/quantise.cuh"
+#include "device/move/vecs.cuh"
 
 namespace deep_comm {
 
-// Where the tokens of a channel go; a whole warp, tokens ascending. Each lane asks about one rank.
-class RingPlaces {
+// The tokens of one channel that go to one rank, 32 at a time.
+template <class Form>
+class TokenSource {
  public:
-  DC_DEVICE RingPlaces(const DispatchArgs& args, const ChannelRange& range, int peer)
-      : args_(args), peer_(peer), base_(range.begin - kWarpSize), end_(range.end) {}
+  DC_DEVICE TokenSource(const DispatchArgs& args, const ChannelRange& range, int dst)
+      : args_(args), dst_(dst), base_(range.begin - kWarpSize), end_(range.end) {}
 
-  DC_DEVICE void look_up(int token) {
-    while (token >= base_ + kWarpSize) look_at_batch();
-    const int bit = token - base_;
-    goes_ = (present_ >> bit & 1u) != 0;
-    place_ = num_before_ + arch::popc(present_ & ((1u << bit) - 1));
+  DC_DEVICE int next() {
+    while (pending_ == 0) {
+      base_ += kWarpSize;
+      if (base_ >= end_) return -1;
+      look_at_batch();
+    }
+    const int lane = arch::ffs(pending_) - 1;
+    pending_ &= pending_ - 1;
+    return base_ + lane;
   }
-  DC_DEVICE bool goes() const { return goes_; }
-  // Rows of the channel's earlier tokens to that rank, whether the token goes there or not.
-  DC_DEVICE uint32_t place() const { return place_; }
+  DC_DEVICE const uint8_t* row(int token) const {
+    return args_.x + static_cast<size_t>(token) * args_.message.row_bytes;
+  }
+  DC_DEVICE void write_meta(uint8_t* meta, int token) const;
 
  private:
-  // Lane i loads what the i-th of 32 tokens says of all ranks, in one trip to memory.
   DC_DEVICE void look_at_batch() {
-    const int num_ranks = args_.world.num_ranks;
-    num_before_ += arch::popc(present_);
-    base_ += kWarpSize;
     const int token = base_ + arch::lane_idx();
-    const uint8_t* flags = args_.is_token_in_rank + static_cast<int64_t>(token) * num_ranks;
-    bool is_sent[kMaxRanks];
-    DC_UNROLL
-    for (int rank = 0; rank < kMaxRanks; ++rank) {
-      is_sent[rank] = rank < num_ranks && token < end_ && arch::ld_nc(flags + rank) != 0;
-    }
-    DC_UNROLL
-    for (int rank = 0; rank < kMaxRanks; ++rank) {
-      const uint32_t present = arch::ballot(kFullMask, is_sent[rank]);
-      if (rank == peer_) present_ = present;
-    }
+    const int64_t position = static_cast<int64_t>(token) * args_.world.num_ranks + dst_;
+    pending_ = arch::ballot(kFullMask,
+                            token < end_ && arch::ld_nc(args_.is_token_in_rank + position) != 0);
   }
 
   const DispatchArgs& args_;
-  int peer_;
+  int dst_;
   int base_;
   int end_;
-  uint32_t present_ = 0;
-  uint32_t num_before_ = 0;  // rows before base_
-  bool goes_ = false;
-  uint32_t place_ = 0;
+  uint32_t pending_ = 0;
 };
 
-// Progress words: num_ring_movers per peer, then num_receive_warps per source. Each says of a warp:
-// of the ring's rows before this number, all that are its own have landed, or have been read. So
-// the least of them is what the publisher tells the peer.
-DC_DEVICE int send_word(const DispatchArgs& args, int peer) { return peer * args.num_ring_movers; }
-DC_DEVICE int receive_word(const DispatchArgs& args, int src) {
-  return send_word(args, args.world.num_ranks) + src * args.num_receive_warps;
-}
-
-// Notes where a source's rows of one channel begin among all that this rank receives from it. One
-// lane.
-DC_DEVICE void note_channel_start(const DispatchArgs& args, int channel, int src, uint32_t start) {
-  if (args.recv_channel_prefix_matrix == nullptr) return;
-  arch::st_weak(args.recv_channel_prefix_matrix + src * args.ring.num_channels + channel,
-                static_cast<int32_t>(start));
-}
-
-// The first row that this rank receives from `src`.
-DC_DEVICE int first_row_from(const DispatchArgs& args, int src) {
-  const World& world = args.world;
-  return src == 0 ? 0
-                  : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
-}
-
-// One warp: every num_ring_movers-th token of a channel. Lane i stores to rank (rank + 1 + i) % R,
-// the last of them to this rank's outputs.
 template <class Form>
-class RingMover {
- public:
-  DC_DEVICE RingMover(const Context& context, const DispatchArgs& args, Progress& progress,
-                      int channel)
-      : args_(args),
-        progress_(progress),
-        peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
-        is_storing_(arch::lane_idx() < args.world.num_ranks && !args.world.is_absent(peer_)),
-        is_own_(is_storing_ && peer_ == args.world.rank),
-        is_sending_(is_storing_ && !is_own_),
-        word_(send_word(args, peer_) + arch::warp_idx()),
-        range_(ChannelRange::of(args.num_tokens, args.ring.num_channels, channel)),
-        pieces_(Pieces::of(args.message.row_bytes, args.stage)),
-        pipe_(make_pipe(args.stage, args.ring_barriers_offset)),
-        places_(args, range_, peer_),
-        ring_(context, ring_slots(args.world, args.ring, channel, peer_, args.world.rank), channel,
-              peer_),
-        load_token_(range_.begin + arch::warp_idx()) {
-    if (!is_storing_) return;
-    const int32_t* prefix =
-        args.channel_prefix_matrix + static_cast<int64_t>(peer_) * args.ring.num_channels;
-    const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
-    const int32_t end = arch::ld_nc(prefix + channel);
-    num_rows_ = end - start;
-    if (is_own_) first_row_ = first_row_from(args, peer_) + start;
-    if (arch::warp_idx() != 0) return;
-    if (is_own_) {
-      note_channel_start(args, channel, peer_, start);
+DC_DEVICE void TokenSource<Form>::write_meta(uint8_t* meta, int token) const {
+  const MessageLayout& message = args_.message;
+  for (int column = arch::lane_idx(); column < args_.num_scales; column += kWarpSize) {
+    const int64_t position = token * args_.scale_token_stride + column * args_.scale_column_stride;
+    uint8_t* dst = meta + message.scales_offset + column * args_.scale_bytes;
+    if constexpr (Form::kQuantised) {  // written by this kernel
+      *reinterpret_cast<uint32_t*>(dst) =
+          arch::ld_weak(reinterpret_cast<const uint32_t*>(args_.x_scales) + position);
     } else {
-      publish_offsets(context, channel, peer_,
-                      {static_cast<uint32_t>(start), static_cast<uint32_t>(end)});
+      gather_element(dst, args_.x_scales + position * args_.scale_bytes, args_.scale_bytes);
     }
   }
-
-  // On failure the pipeline is drained and nothing more is written.
-  DC_DEVICE void run() {
-    const int first = load_token_;
-    while (load_token_ < range_.end && pipe_.can_load()) load_next();
-    SentMeta<Form> next;
-    next.load(args_, first, range_.end);
-    bool ok = true;
-    for (int token = first; token < range_.end; token += args_.num_ring_movers) {
-      const SentMeta<Form> meta = next;
-      next.load(args_, token + args_.num_ring_movers, range_.end);
-      places_.look_up(token);
-      ok = acquire_slots();
-      if (!ok) break;
-      send(meta, token);
-      report_landed();
+  const ExpertMap experts{args_.num_experts, args_.world.num_ranks};
+  const int first = experts.first_expert(dst_), count = experts.num_local_experts(dst_);
+  int32_t* local_experts = reinterpret_cast<int32_t*>(meta + message.topk_idx_offset);
+  float* weights = reinterpret_cast<float*>(meta + message.topk_weights_offset);
+  for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
+    const int64_t position = static_cast<int64_t>(token) * message.num_topk + k;
+    const int local = load_expert(args_.topk_idx, position, args_.topk_idx_bytes) - first;
+    const bool is_here = local >= 0 && local < count;
+    if constexpr (Form::kExpanded) {
+      local_experts[k] = is_here ? arch::ld_nc(args_.send_rows + position) : -1;
+    } else {
+      local_experts[k] = is_here ? local : -1;
     }
-    pipe_.drain();
-    if (is_sending_) progress_.finish(word_, ok ? num_rows_ : num_reported_);
+    weights[k] = is_here && args_.topk_weights != nullptr
+                     ? arch::ld_nc(args_.topk_weights + position)
+                     : 0.0f;
   }
-
- private:
-  DC_DEVICE void load_next() {
-    if (load_token_ >= range_.end) return;
-    if (arch::lane_idx() == 0) {
-      pipe_.load(args_.x + static_cast<size_t>(load_token_) * args_.message.row_bytes +
-                     load_piece_ * pieces_.piece_bytes,
-                 pieces_.bytes_of(load_piece_));
-    }
-    pipe_.advance_load();
-    if (++load_piece_ < pieces_.num_pieces) return;
-    load_piece_ = 0;
-    load_token_ += args_.num_ring_movers;
+  if (arch::lane_idx() == 0 && args_.recv_src_idx != nullptr) {
+    *reinterpret_cast<int32_t*>(meta + message.src_idx_offset) = token;
   }
-
-  // Free slots in all rings that the token goes to.
-  DC_DEVICE bool acquire_slots() {
-    const uint32_t place = places_.place();
-    bool ok = !is_sending_ || !places_.goes() || ring_.poll_slot(place);
-    if (arch::all(kFullMask, ok)) return true;
-    // To all ranks, not only where there is no credit: otherwise movers that wait for credits of
-    // different ranks could keep from each other's receivers what these need to free a slot.
-    if (is_sending_) {
-      arch::bulk_wait<0>();
-      report(place);
-    }
-    if (!ok) ok = ring_.await_slot(place);
-    return arch::all(kFullMask, ok);
+  if (Form::kExpanded && arch::lane_idx() == 0) {
+    *reinterpret_cast<int32_t*>(meta + message.dst_row_offset) =
+        arch::ld_nc(args_.send_row + static_cast<int64_t>(token) * args_.world.num_ranks + dst_);
   }
+}
 
-  DC_DEVICE void send(const SentMeta<Form>& meta, int token) {
-    const int meta_bytes = args_.message.meta_bytes;
-    const int ordinal = first_row_ + static_cast<int>(places_.place());  // of the lane of this rank
-    int row = ordinal;
-    if constexpr (Form::kExpanded) row = meta.first_row_at(args_.world.rank);
-    bool goes = is_storing_ && places_.goes();
-    const bool stays = is_own_ && goes && ordinal < args_.num_recv_rows;
-    if (is_own_) goes = stays && row >= 0 && row < args_.num_recv_rows;
-    uint8_t* dst = is_own_ ? args_.recv_x + static_cast<int64_t>(row) * args_.message.row_bytes
-                           : ring_.slot(places_.place());
-    for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
-      int num_bytes = pieces_.bytes_of(piece);
-      if (pieces_.is_last(piece) && meta_bytes != 0) {
-        uint8_t* staged = pipe_.current() + num_bytes;
-        meta.write(args_, staged, token);
-        // Before the bulk copies that read it.
-        arch::fence_proxy_async_shared();
-        arch::sync_warp();
-        store_own_meta(staged, stays, ordinal, row);
-        if (!is_own_) num_bytes += meta_bytes;
-      }
-      pipe_.await_load();
-      if (is_storing_) pipe_.store(dst + piece * pieces_.piece_bytes, goes ? num_bytes : 0);
-      pipe_.advance_store();
-      if (is_storing_) pipe_.make_room();
-      // All storing lanes have read the stage that the leader loads next.
-      arch::sync_warp();
-      load_next();
+// Progress words: [peer] rows sent to it; then num_receive_warps words per source, rows received by
+// each of these warps.
+DC_DEVICE int receive_word(const DispatchArgs& args, int src) {
+  return args.world.num_ranks + src * args.num_receive_warps;
+}
+
+template <class Form>
+DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress,
+                             int channel, int dst) {
+  if (args.world.is_absent(dst)) return;
+  const int num_channels = args.ring.num_channels;
+  StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
+  if (arch::lane_idx() == 0) {
+    const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(dst) * num_channels;
+    const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
+    publish_offsets(
+        context, channel, dst,
+        {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_nc(prefix + channel))});
+  }
+  const ChannelRange range = ChannelRange::of(args.num_tokens, num_channels, channel);
+  RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
+                  channel, dst);
+  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens, pipe),
+            Pieces::of(args.message.row_bytes, args.stage), args.message.meta_bytes,
+            TokenSource<Form>(args, range, dst), TokenSource<Form>(args, range, dst));
+}
+
+// All lanes: copies the metadata of one received row to the outputs.
+DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t row) {
+  const MessageLayout& message = args.message;
+  for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
+    move_element(args.recv_x_scales + (row * args.num_scales + column) * args.scale_bytes,
+                 meta + message.scales_offset + column * args.scale_bytes, args.scale_bytes);
+  }
+  const int32_t* local_experts = reinterpret_cast<const int32_t*>(meta + message.topk_idx_offset);
+  const float* weights = reinterpret_cast<const float*>(meta + message.topk_weights_offset);
+  for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
+    store_expert(args.recv_topk_idx, row * message.num_topk + k, args.topk_idx_bytes,
+                 arch::ld_weak(local_experts + k));
+    if (args.recv_topk_weights != nullptr) {
+      arch::st_weak(args.recv_topk_weights + row * message.num_topk + k,
+                    arch::ld_weak(weights + k));
     }
   }
-
-  // The metadata of a token that stays on this rank, from the stage. The arguments are those of
-  // this rank's lane.
-  DC_DEVICE void store_own_meta(const uint8_t* staged, bool stays, int ordinal, int row) {
-    const int own_lane = args_.world.num_ranks - 1;
-    if (arch::shfl(kFullMask, static_cast<int>(stays), own_lane) == 0) return;
-    ordinal = arch::shfl(kFullMask, ordinal, own_lane);
-    row = arch::shfl(kFullMask, row, own_lane);
-    ReceivedMeta<Form, MetaPlace::kStage> meta;
-    meta.load(args_, staged);
-    meta.store(args_, staged, ordinal, row);
+  if (arch::lane_idx() == 0 && args.recv_src_idx != nullptr) {
+    arch::st_weak(args.recv_src_idx + row,
+                  arch::ld_weak(reinterpret_cast<const int32_t*>(meta + message.src_idx_offset)));
   }
+}
 
-  DC_DEVICE void report(uint32_t num_landed) {
-    if (num_landed == num_reported_) return;
-    num_reported_ = num_landed;
-    progress_.report(word_, num_landed);
+// The same for expanded outputs: `ordinal` among the received tokens, whose first output row is
+// `row`.
+DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const uint8_t* meta, int64_t ordinal,
+                                   int64_t row) {
+  const MessageLayout& message = args.message;
+  const bool fits = row >= 0 && row < args.num_recv_rows;
+  for (int column = arch::lane_idx(); column < args.num_scales && fits; column += kWarpSize) {
+    move_element(args.recv_x_scales + (row * args.num_scales + column) * args.scale_bytes,
+                 meta + message.scales_offset + column * args.scale_bytes, args.scale_bytes);
   }
-  // Reports when a chunk of rows has landed. A store needs the time of several rows to land, and
-  // waiting for it would empty the pipeline. So the newest tokens are reported later.
-  DC_DEVICE void report_landed() {
-    DC_UNROLL
-    for (int idx = kInFlight - 1; idx > 0; --idx) places_before_[idx] = places_before_[idx - 1];
-    places_before_[0] = places_.place();
-    const uint32_t num_landed = places_before_[kInFlight - 1];
-    if (!is_sending_ || num_landed < num_reported_ + args_.num_send_tokens) return;
-    arch::bulk_wait<kInFlight>();
-    report(num_landed);
+  const int32_t* places = reinterpret_cast<const int32_t*>(meta + message.topk_idx_offset);
+  const float* weights = reinterpret_cast<const float*>(meta + message.topk_weights_offset);
+  for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
+    const int32_t place = arch::ld_weak(places + k);
+    arch::st_weak(args.recv_rows + ordinal * message.num_topk + k, place);
+    if (args.recv_topk_weights != nullptr && place >= 0 && place < args.num_recv_rows) {
+      arch::st_weak(args.recv_topk_weights + place, arch::ld_weak(weights + k));
+    }
   }
+  if (arch::lane_idx() == 0 && args.recv_src_idx != nullptr) {
+    arch::st_weak(args.recv_src_idx + ordinal,
+                  arch::ld_weak(reinterpret_cast<const int32_t*>(meta + message.src_idx_offset)));
+  }
+}
 
-  static constexpr int kInFlight = 4;
+// The columns that one of the receiving warps of a source copies, of every row.
+struct Columns {
+  int first_vec;  // 16 bytes each
+  int num_vecs;
 
-  const DispatchArgs& args_;
-  Progress& progress_;
-  int peer_;
-  bool is_storing_;
-  bool is_own_;
-  bool is_sending_;
-  int word_;
-  ChannelRange range_;
-  Pieces pieces_;
-  StagePipe pipe_;
-  RingPlaces places_;
-  RingSender ring_;
-  int load_token_;
-  int load_piece_ = 0;
-  int num_rows_ = 0;   // of the channel, to this lane's rank
-  int first_row_ = 0;  // of the channel, of this rank's own
-  uint32_t num_reported_ = 0;
-  uint32_t places_before_[kInFlight] = {};  // of the newest tokens
+  DC_DEVICE static Columns of(const DispatchArgs& args, int part) {
+    const int num_vecs = args.message.row_bytes / 16;
+    const int per_warp = ceil_div(num_vecs, args.num_receive_warps);
+    const int first = min_of(part * per_warp, num_vecs);
+    return {first, min_of(per_warp, num_vecs - first)};
+  }
 };
 
-// One warp: copies its rows, every num_receive_warps-th that `src` sends through this channel, from
-// the ring to their final rows. Returns before which row it has read all of its own.
+// One warp: copies its columns of the rows that `src` sends through this channel from the ring to
+// their final rows. Returns how many rows it has read.
 template <class Form>
 DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Progress& progress,
-                                int word, int part, uint32_t num_rows, int first_row) {
-  const uint32_t num_warps = args.num_receive_warps;
+                                int word, int part, uint32_t num_rows, int64_t first_row) {
+  const Columns columns = Columns::of(args, part);
   const uint32_t release_step = min_of(args.num_send_tokens, args.ring.num_slots);
-  // The rows before the first are other warps'.
-  uint32_t num_reported = min_of<uint32_t>(part, num_rows);
-  if (arch::lane_idx() == 0 && num_reported != 0) progress.report(word, num_reported);
-  for (uint32_t row_idx = part; row_idx < num_rows; row_idx += num_warps) {
+  uint32_t num_reported = 0;
+  for (uint32_t row_idx = 0; row_idx < num_rows; ++row_idx) {
     bool ok = true;
     if (arch::lane_idx() == 0) ok = ring.await_filled(row_idx);
     arch::sync_warp();  // hands the leader's acquire to all lanes
     if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return num_reported;
-    const uint32_t num_read = min_of(row_idx + num_warps, num_rows);
-    if (arch::fault(Fault::kEarlyCredit) && arch::lane_idx() == 0) progress.report(word, num_read);
-    const int ordinal = first_row + static_cast<int>(row_idx);
+    if (arch::fault(Fault::kEarlyCredit) && arch::lane_idx() == 0)
+      progress.report(word, row_idx + 1);
+    const int64_t ordinal = first_row + row_idx;
+    int64_t row = ordinal;
     const uint8_t* slot = ring.slot(row_idx);
-    const uint8_t* staged = slot + args.message.row_bytes;
-    // Loaded with the row: otherwise each kind of metadata would cost a trip to memory.
-    ReceivedMeta<Form, MetaPlace::kSlot> meta;
-    meta.load(args, staged);
-    const int row = meta.row(ordinal);
-    if (row >= 0 && row < args.num_recv_rows) {
-      copy_row(args.recv_x + static_cast<int64_t>(row) * args.message.row_bytes, slot,
-               args.message.row_bytes);
+    if constexpr (Form::kExpanded) {
+      const uint8_t* meta = slot + args.message.row_bytes;
+      row = arch::ld_weak(reinterpret_cast<const int32_t*>(meta + args.message.dst_row_offset));
+      if (part == 0 && ordinal < args.num_recv_rows) store_expanded_meta(args, meta, ordinal, row);
     }
-    if (ordinal < args.num_recv_rows) meta.store(args, staged, ordinal, row);
-    if (num_read - num_reported >= release_step) {
+    if (row >= 0 && row < args.num_recv_rows) {
+      const size_t offset = static_cast<size_t>(columns.first_vec) * 16;
+      copy_vecs<VecSource::kPeerWritten>(args.recv_x + row * args.message.row_bytes + offset,
+                                         slot + offset, columns.num_vecs);
+      if (!Form::kExpanded && part == 0) store_meta(args, slot + args.message.row_bytes, row);
+    }
+    if (row_idx + 1 - num_reported >= release_step) {
       arch::sync_warp();  // every lane has read its part of the slots
-      num_reported = num_read;
+      num_reported = row_idx + 1;
       if (arch::lane_idx() == 0) progress.report(word, num_reported);
     }
   }
@@ -302,33 +231,88 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
   return num_rows;
 }
 
-// One of the warps that receive from `src`, a peer.
+// One warp: copies its columns of the rows that stay on this rank, straight from x.
+template <class Form>
+DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, int64_t first_row) {
+  const World& world = args.world;
+  const ExpertMap experts{args.num_experts, world.num_ranks};
+  const PeerOutput output{args.recv_x,
+                          args.recv_x_scales,
+                          static_cast<uint8_t*>(args.recv_topk_idx),
+                          args.recv_topk_weights,
+                          args.recv_src_idx,
+                          args.recv_rows,
+                          args.num_recv_rows};
+  constexpr VecSource kRows = Form::kQuantised ? VecSource::kPeerWritten : VecSource::kInput;
+  constexpr ScaleSource kScales =
+      Form::kQuantised ? ScaleSource::kWrittenHere : ScaleSource::kInput;
+  const size_t offset = static_cast<size_t>(Columns::of(args, part).first_vec) * 16;
+  const int num_vecs = Columns::of(args, part).num_vecs;
+  TokenSource<Form> tokens(args, ChannelRange::of(args.num_tokens, args.ring.num_channels, channel),
+                           world.rank);
+  int64_t ordinal = first_row;
+  for (int token = tokens.next(); token >= 0; token = tokens.next(), ++ordinal) {
+    if (ordinal < 0 || ordinal >= args.num_recv_rows) return;
+    int64_t row = ordinal;
+    if constexpr (Form::kExpanded) {
+      row = arch::ld_nc(args.send_row + static_cast<int64_t>(token) * world.num_ranks + world.rank);
+      if (part == 0) {
+        ExpandedMeta<kScales> meta;
+        meta.load(args, token);
+        meta.store(args, experts, token, world.rank, output, ordinal, row);
+      }
+      if (row < 0 || row >= args.num_recv_rows) continue;
+    }
+    copy_vecs<kRows>(args.recv_x + row * args.message.row_bytes + offset,
+                     tokens.row(token) + offset, num_vecs);
+    if (!Form::kExpanded && part == 0)
+      store_token_meta<kScales>(args, experts, token, world.rank, output, row);
+  }
+}
+
+// Notes where a source's rows of one channel begin among all that this rank receives from it.
+DC_DEVICE void note_channel_start(const DispatchArgs& args, int channel, int src, uint32_t start) {
+  if (arch::lane_idx() != 0 || args.recv_channel_prefix_matrix == nullptr) return;
+  arch::st_weak(args.recv_channel_prefix_matrix + src * args.ring.num_channels + channel,
+                static_cast<int32_t>(start));
+}
+
+// One of the warps that receive from `src`.
 template <class Form>
 DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args,
                                 Progress& progress, int channel, int src, int part) {
   const World& world = args.world;
-  const bool is_leader = arch::lane_idx() == 0;
   if (world.is_absent(src)) {
-    if (part == 0 && is_leader) note_channel_start(args, channel, src, 0);
+    if (part == 0) note_channel_start(args, channel, src, 0);
     return;
   }
-  const int source_start = first_row_from(args, src);
+  const int64_t source_start =
+      src == 0 ? 0
+               : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
+  if (src == world.rank) {
+    const int32_t* prefix =
+        args.channel_prefix_matrix + static_cast<int64_t>(src) * args.ring.num_channels;
+    const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
+    if (part == 0) note_channel_start(args, channel, src, start);
+    copy_own_rows<Form>(args, channel, part, source_start + start);
+    return;
+  }
   const int word = receive_word(args, src) + part;
   ChannelOffsets offsets{};
   bool ok = true;
-  if (is_leader) ok = await_offsets(context, channel, src, &offsets);
+  if (arch::lane_idx() == 0) ok = await_offsets(context, channel, src, &offsets);
   ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
   uint32_t num_read = 0;
   if (ok) {
     offsets.start = arch::shfl(kFullMask, offsets.start, 0);
     offsets.end = arch::shfl(kFullMask, offsets.end, 0);
-    if (part == 0 && is_leader) note_channel_start(args, channel, src, offsets.start);
+    if (part == 0) note_channel_start(args, channel, src, offsets.start);
     RingReceiver ring(context, ring_slots(world, args.ring, channel, world.rank, src), channel,
                       src);
     num_read = receive_rows<Form>(args, ring, progress, word, part, offsets.end - offsets.start,
-                                  source_start + static_cast<int>(offsets.start));
+                                  source_start + offsets.start);
   }
-  if (is_leader) progress.finish(word, num_read);
+  if (arch::lane_idx() == 0) progress.finish(word, num_read);
 }
 
 // The publishing warp: lane r publishes the tail of the ring to rank r, lane R + r the head of the
@@ -341,7 +325,7 @@ DC_DEVICE void dispatch_publish(const Context& context, const DispatchArgs& args
   if (world.is_absent(peer)) {
     // nothing to publish
   } else if (peer != world.rank && lane < world.num_ranks) {
-    published = {ring_tail(world, channel, peer), send_word(args, peer), args.num_ring_movers};
+    published = {ring_tail(world, channel, peer), peer, 1};
   } else if (peer != world.rank && lane < 2 * world.num_ranks) {
     published = {ring_head(world, channel, peer), receive_word(args, peer), args.num_receive_warps};
   }
@@ -359,21 +343,18 @@ DC_DEVICE void quantise_channel(const DispatchArgs& args, int channel) {
   arch::sync_block();
 }
 
-// Ring mode, one block. `progress` has been reset. Not in line: its registers would be spilled around
-// direct mode's, too.
+// Ring mode, one block. `progress` has been reset.
 template <class Form>
-DC_DEVICE_COLD void dispatch_by_rings(const Context& context, const DispatchArgs& args,
+DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args,
                                  Progress& progress) {
-  const World& world = args.world;
-  const int channel = arch::block_idx(), warp = arch::warp_idx();
-  const int receiver = warp - args.num_ring_movers;
-  const int num_receivers = (world.num_ranks - 1) * args.num_receive_warps;
+  const int channel = arch::block_idx(), num_ranks = args.world.num_ranks;
+  const int num_senders = num_ranks - 1, num_receivers = num_ranks * args.num_receive_warps;
+  const int warp = arch::warp_idx(), receiver = warp - num_senders;
   if constexpr (Form::kQuantised) quantise_channel(args, channel);
-  if (receiver < 0) {
-    RingMover<Form>(context, args, progress, channel).run();
+  if (warp < num_senders) {
+    dispatch_send<Form>(context, args, progress, channel, (args.world.rank + 1 + warp) % num_ranks);
   } else if (receiver < num_receivers) {
-    const int src = (world.rank + 1 + receiver / args.num_receive_warps) % world.num_ranks;
-    dispatch_receive<Form>(context, args, progress, channel, src,
+    dispatch_receive<Form>(context, args, progress, channel, receiver / args.num_receive_warps,
                            receiver % args.num_receive_warps);
   } else if (receiver == num_receivers) {
     dispatch_publish(context, args, progress, channel);

@@ -1,15 +1,14 @@
 // What a ring carries: rows with their metadata, cut into pieces that fit a stage of shared memory.
 //
-//   slot of dispatch = [ row | scales | expert ids int32[K] | weights float[K]
-//                        | source token int32 | pad to 16 ], the same at every rank
-//     expanded rows (docs/design/0008): before the pad the output rows of the top-k entries,
-//     int32[K], and the first of them at each rank, int32[R]
+//   slot of dispatch = [ row | scales | local expert ids int32[K] | weights float[K]
+//                        | source token int32 | pad to 16 ]
+//     expanded rows (docs/design/0008): the output rows of the top-k entries instead of the ids,
+//     and at the end the first of them, int32
 //   slot of combine  = [ row | weights float[K] | pad to 16 ]
 //   stage            = one piece of the row; the last piece carries the metadata as well
 #pragma once
 
 #include "device/arch/types.cuh"
-#include "device/layout/low_latency_words.cuh"
 
 namespace deep_comm {
 
@@ -21,13 +20,10 @@ struct MessageLayout {
   int topk_idx_offset;
   int topk_weights_offset;
   int src_idx_offset;
-  // expanded only
-  int topk_rows_offset;
-  int first_rows_offset;
+  int dst_row_offset;  // expanded only: the output row
   int meta_bytes;
 
-  // Expanded only, at most.
-  DC_HOST_DEVICE static int rows_bytes(int num_topk) { return 4 * (num_topk + kMaxRanks); }
+  static constexpr int kDstRowBytes = 16;  // at most so much it adds to meta_bytes
 
   // scale_row_bytes: of one token's scales, packed.
   DC_HOST_DEVICE static MessageLayout of_dispatch(int row_bytes, int scale_row_bytes, int num_topk,
@@ -38,10 +34,8 @@ struct MessageLayout {
     message.topk_idx_offset = align_up(scale_row_bytes, 4);
     message.topk_weights_offset = message.topk_idx_offset + 4 * num_topk;
     message.src_idx_offset = message.topk_weights_offset + 4 * num_topk;
-    message.topk_rows_offset = message.src_idx_offset + (has_src_idx ? 4 : 0);
-    message.first_rows_offset = message.topk_rows_offset + 4 * num_topk;
-    message.meta_bytes =
-        align_up(message.topk_rows_offset + (is_expanded ? rows_bytes(num_topk) : 0), 16);
+    message.dst_row_offset = message.src_idx_offset + (has_src_idx ? 4 : 0);
+    message.meta_bytes = align_up(message.dst_row_offset + (is_expanded ? 4 : 0), 16);
     return message;
   }
   DC_HOST_DEVICE static MessageLayout of_combine(int row_bytes, int num_topk) {

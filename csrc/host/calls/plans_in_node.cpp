@@ -26,9 +26,9 @@ RingPlan plan_rings(const CallContext& context, const ConfigChoice& config, int 
   return rings;
 }
 
-// A row's places in expanded outputs travel with it, as scales do.
-int scale_row_bytes_of(const PayloadForm& form, int num_topk, bool is_expanded) {
-  return form.scale_row_bytes() + (is_expanded ? MessageLayout::rows_bytes(num_topk) : 0);
+// A row's place in an expanded output travels with it, as scales do.
+int scale_row_bytes_of(const PayloadForm& form, bool is_expanded) {
+  return form.scale_row_bytes() + (is_expanded ? MessageLayout::kDstRowBytes : 0);
 }
 
 DispatchPlan plan_dispatch(const CallContext& context, const RingPlan& rings,
@@ -54,7 +54,7 @@ const CachedDispatchPlan& plan_of(CallContext& context, const CachedDispatchKey&
     const PayloadForm& form = key.form;
     CachedDispatchPlan plan;
     plan.rings = plan_rings(context, key.config, form.row_bytes(),
-                            scale_row_bytes_of(form, 0, key.is_expanded), 0, key.num_channels);
+                            scale_row_bytes_of(form, key.is_expanded), 0, key.num_channels);
     plan.dispatch = plan_dispatch(context, plan.rings, form, 0, 0, false, key.is_expanded);
     return plan;
   });
@@ -64,9 +64,8 @@ const NewDispatchPlan& plan_of(CallContext& context, const NewDispatchKey& key) 
   return context.plans_in_node.new_dispatches.get(key, [&] {
     const PayloadForm& form = key.form;
     NewDispatchPlan plan;
-    plan.rings =
-        plan_rings(context, key.config, form.row_bytes(),
-                   scale_row_bytes_of(form, key.num_topk, key.is_expanded), key.num_topk, 0);
+    plan.rings = plan_rings(context, key.config, form.row_bytes(),
+                            scale_row_bytes_of(form, key.is_expanded), key.num_topk, 0);
     plan.notify = context.engine.plan_notify({.channels = plan.rings.channels,
                                               .dtypes = form.dtypes(),
                                               .row_bytes = form.row_bytes(),
