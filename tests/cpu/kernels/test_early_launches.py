@@ -165,8 +165,8 @@ def test_the_assembler_moves_no_access_before_the_wait() -> None:
     # Combine of expanded outputs works before it waits, and lets nothing go; the sums do that.
     beside = [opcodes for name, opcodes in kernels if is_beside(name)]
     assert [(WAIT in opcodes, LET_GO in opcodes) for opcodes in beside] == [(True, False)] * 3
-    sums = [opcodes for name, opcodes in kernels if "ReduceExperts" in name and LET_GO in opcodes]
-    assert [opcodes.count(WAIT) for opcodes in sums] == [0] * 3
+    sums = [opcodes for name, opcodes in kernels if "CombineSumsKernel" in name]
+    assert [(WAIT in opcodes, LET_GO in opcodes) for opcodes in sums] == [(False, True)] * 3
     for opcodes in early:
         assert opcodes.count(WAIT) == 1
         assert LET_GO in opcodes

@@ -1,5 +1,5 @@
-"""A combine of few rows, or one that adds more than plain rows, takes more SMs than its handle has
-channels, unless somebody has said how many SMs there may be. What it gives does not depend on it."""
+"""A combine of few rows, or one that adds more than a plain one, takes more SMs than its handle has
+channels, unless somebody has said how many there may be. What it gives does not depend on it."""
 
 from __future__ import annotations
 
