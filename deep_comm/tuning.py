@@ -329,8 +329,8 @@ class DefaultConfig:
         )
 
     def combine_sms(self, row_bytes: int, num_channels: int) -> tuple[int, int, int]:
-        """As few_rows, then the SMs of a combine that adds more: float32 rows, weights, biases,
-        expanded outputs. Zeros where that is no more than ``num_channels``, its handle's."""
+        """As few_rows, then the SMs of a combine that adds more: float32 rows, weights, biases.
+        Zeros where that is no more than ``num_channels``, its handle's."""
         most_rows, num_sms = few_rows(row_bytes, self._num_ranks, self._max_sms)
         more_sums = math.ceil(MORE_SUMS * num_channels)
         if self._max_sms is not None:

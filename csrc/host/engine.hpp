@@ -251,7 +251,7 @@ class Engine final : public EngineCalls {
   template <class Launch>
   void count_launches(int count, const Launch& launch);
   // Fills in what follows from the rows of a call.
-  LaunchConfig complete_combine(const CombinePlan& plan, CombineArgs* args, bool adds_more) const;
+  LaunchConfig complete_combine(const CombinePlan& plan, CombineArgs* args) const;
   template <class... KernelTypes>
   void prepare() {
     (target_.template prepare<KernelTypes>(), ...);

@@ -88,8 +88,8 @@ class EngineCalls {
   virtual CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
                                    int row_bytes, const CombineSms& sms) const = 0;
   virtual void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) = 0;
-  // Of an expanded output: `sums` makes its rows and sends them. Combine adds them beside that, as in
-  // dispatch_expanded, the sums on half of num_local_blocks; else behind it.
+  // Of an expanded output: `sums` makes its rows and sends them. Combine adds them beside that, under the
+  // condition of dispatch_expanded, the sums on three quarters of num_local_blocks; else behind it.
   virtual void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
                                 int num_local_blocks, bool may_run_beside, uint64_t stream) = 0;
 

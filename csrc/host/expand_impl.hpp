@@ -105,17 +105,15 @@ void Engine<Target>::combine_expanded(const CombinePlan& plan, CombineArgs args,
                                       ReduceExpertsArgs sums, int num_local_blocks,
                                       bool may_run_beside, uint64_t stream) {
   constexpr int kNumThreads = Target::kTuning.reduce_experts_threads;
-  LaunchConfig launch_config = complete_combine(plan, &args, true);
+  LaunchConfig launch_config = complete_combine(plan, &args);
   launch_config.begins_behind = !begins_beside(may_run_beside);
   args.world = world_;
   sums.world = world_;
-  // Combine hardly adds faster than rows come with more SMs than it has, and the sums are bound by
-  // memory: three quarters of the SMs nearly fill it. Where they cannot run beside each other, half
-  // are left to whatever the peers' arrival may hang on, as in dispatch_expanded.
-  const bool is_beside = !launch_config.begins_behind;
-  const int num_blocks = is_beside        ? ceil_div(3 * num_local_blocks, 4)
-                         : may_run_beside ? ceil_div(num_local_blocks, 2)
-                                          : num_local_blocks;
+  // The sums are bound by memory, which three quarters of the SMs nearly fill. Where combine cannot
+  // run beside them, half are left to whatever the peers' arrival may hang on, as in dispatch_expanded.
+  const int num_blocks = !launch_config.begins_behind ? ceil_div(3 * num_local_blocks, 4)
+                         : may_run_beside             ? ceil_div(num_local_blocks, 2)
+                                                      : num_local_blocks;
   const LaunchConfig sums_config{.num_blocks = num_blocks,
                                  .num_threads = kNumThreads,
                                  .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows) +

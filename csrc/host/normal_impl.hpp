@@ -355,8 +355,7 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
 }
 
 template <class Target>
-LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineArgs* made,
-                                              bool adds_more) const {
+LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineArgs* made) const {
   CombineArgs& args = *made;
   constexpr Tuning kTuning = Target::kTuning;
   constexpr int kMinWindowSlots = 4;
@@ -365,8 +364,8 @@ LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineAr
   if (max_of(args.num_rows, args.num_tokens) <= plan.sms.most_few_rows) {
     launch_config.num_blocks = max_of(launch_config.num_blocks, plan.sms.of_few_rows);
   }
-  if (adds_more || plan.dtype == Dtype::kFloat32 || args.message.num_topk != 0 ||
-      args.bias[0] != nullptr || args.bias[1] != nullptr) {
+  if (plan.dtype == Dtype::kFloat32 || args.message.num_topk != 0 || args.bias[0] != nullptr ||
+      args.bias[1] != nullptr) {
     launch_config.num_blocks = max_of(launch_config.num_blocks, plan.sms.of_more_sums);
   }
   const int num_blocks = launch_config.num_blocks;
@@ -401,7 +400,7 @@ LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineAr
 
 template <class Target>
 void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) {
-  const LaunchConfig launch_config = complete_combine(plan, &args, false);
+  const LaunchConfig launch_config = complete_combine(plan, &args);
   detail::with_dtype<detail::OfDtype>(plan.dtype, [&]<class Of>(Of) {
     launch<CombineKernel<Of::kDtype, false>>(launch_config, args, stream);
   });

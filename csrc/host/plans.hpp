@@ -68,7 +68,7 @@ struct DispatchPlan {
 struct CombineSms {
   int most_few_rows;  // that a rank returns, or tokens that it has; 0: never
   int of_few_rows;
-  int of_more_sums;  // float32 rows, weights, biases, expanded outputs; 0: never
+  int of_more_sums;  // float32 rows, weights, biases; 0: never
 
   friend bool operator==(const CombineSms&, const CombineSms&) = default;
 };

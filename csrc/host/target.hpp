@@ -94,7 +94,6 @@ struct Tuning {
   int expand_rows_threads;
   int expand_threads;  // expand_received, transpose_scales
   int reduce_experts_threads;
-  bool has_endless_sms;      // blocks of any number run at once
   int num_collective_warps;  // of a block, after the first
   // of a shard, that a block takes at a time: at least while there are blocks left, and at most
   int least_part_vecs;

@@ -47,7 +47,6 @@ class CudaTarget {
                                      .expand_rows_threads = 512,
                                      .expand_threads = 1024,
                                      .reduce_experts_threads = 640,
-                                     .has_endless_sms = false,
                                      .num_collective_warps = 15,
                                      .least_part_vecs = 256,
                                      .most_part_vecs = 4096,

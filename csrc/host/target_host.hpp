@@ -51,7 +51,6 @@ class HostTarget {
       .expand_rows_threads = 64,
       .expand_threads = 64,
       .reduce_experts_threads = 64,
-      .has_endless_sms = true,
       .num_collective_warps = 6,
       .least_part_vecs = 2,
       .most_part_vecs = 3,

@@ -13,6 +13,8 @@
 //        relaxed store / acquire sys. Staged mode alone: otherwise combine awaits the end of this
 // before entry: as combine
 // waits  for the entry of all ranks, whose combine_sums announces it before it waits
+// not promised: rows that a worst-case handle has dropped, which dispatch has reported: their places
+//        keep what they held
 #pragma once
 
 #include "device/intranode/combine_staging.cuh"

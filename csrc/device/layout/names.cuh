@@ -68,7 +68,7 @@ enum class Stage : uint32_t {
   kBlamed,         // a neighbour gave up waiting for that rank
   kShrinkBarrier,  // the ranks that go on without others
   kStaged,         // collectives: parts of a peer's input
-  kSummed,         // collectives: parts of a peer's sum; combine: the sums of own expanded rows
+  kSummed,         // collectives: parts of a peer's sum
   kSignal,         // a word of symmetric memory
   kCount
 };
