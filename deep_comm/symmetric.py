@@ -289,6 +289,7 @@ class SymmetricTensor:
     ) -> None:
         self._context, self.offset = context, offset
         self.shape, self.dtype = shape, dtype
+        self._of_rank: dict[int, Tensor] = {}
         self.local = self.peer(context.rank)
 
     def is_of(self, memory: SymmetricMemory) -> bool:
@@ -299,11 +300,13 @@ class SymmetricTensor:
         context = self._context
         context.require_open()
         integers.require("rank", rank, 0, context.num_ranks - 1)
-        num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        address = context.heap.peer_bases[rank] + self.offset
-        owner = context.heap.memory() if rank == context.rank else context.heap
-        memory = bytes_at(address, num_bytes, context.device, owner)
-        return memory.view(self.dtype).view(self.shape)
+        if rank not in self._of_rank:
+            num_bytes = math.prod(self.shape) * self.dtype.itemsize
+            address = context.heap.peer_bases[rank] + self.offset
+            owner = context.heap.memory() if rank == context.rank else context.heap
+            memory = bytes_at(address, num_bytes, context.device, owner)
+            self._of_rank[rank] = memory.view(self.dtype).view(self.shape)
+        return self._of_rank[rank]
 
 
 class Words:

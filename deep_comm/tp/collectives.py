@@ -44,9 +44,11 @@ def all_gather(
     Args:
         x: [N, ...] of any dtype, contiguous; the same shape and dtype on all ranks.
         memory: whose ranks take part. Without ``out`` it stages x.
-        out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines store x straight to the
-            peers' ``out``, between two barriers, and no SM moves data. The result is this memory:
-            the next call with it overwrites it. All ranks give the same ``out``, or none.
+        out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines bring the peers' rows
+            from their ``out``, between two barriers, and no SM moves data. It is the fastest where
+            x lies in its place, ``out.local[rank * N : (rank + 1) * N]``; otherwise it is copied
+            there. The result is this memory: the next call with it overwrites it. All ranks give
+            the same ``out``, or none.
         num_sms: the most SMs to use, the same on all ranks. Default: ``memory.num_sms``.
 
     Returns:
@@ -78,10 +80,14 @@ def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) 
     if out.shape != (memory.group_size * rows, *rest):
         rule = f"must be ranks * rows of x by its other extents, x being {list(x.shape)}"
         raise ArgumentError("out", list(out.shape), rule)
-    own = slice(memory.rank * rows, (memory.rank + 1) * rows)
-    memory.barrier()  # nobody's earlier work reads `out` any more
-    for turn in range(memory.group_size):
-        out.peer((memory.rank + turn) % memory.group_size)[own].copy_(x)
+    own = out.local[memory.rank * rows : (memory.rank + 1) * rows]
+    if x.data_ptr() != own.data_ptr():
+        own.copy_(x)  # the last call's second barrier: nobody reads them any more
+    memory.barrier()
+    for turn in range(1, memory.group_size):
+        peer = (memory.rank + turn) % memory.group_size
+        theirs = slice(peer * rows, (peer + 1) * rows)
+        out.local[theirs].copy_(out.peer(peer)[theirs])
     memory.barrier()
     return out.local
 

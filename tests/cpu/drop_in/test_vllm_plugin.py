@@ -12,6 +12,7 @@ from deep_comm import UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support" / "stubs"))
 
+from vllm.config.compilation import CompilationConfig
 from vllm.distributed.device_communicators import all2all
 from vllm.model_executor.layers.fused_moe import all2all_utils
 
@@ -27,6 +28,8 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(all2all, name, getattr(all2all, name))
     for name in ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"):
         monkeypatch.setattr(all2all_utils, name, getattr(all2all_utils, name))
+    rule = CompilationConfig.set_splitting_ops_for_v1
+    monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", rule)
 
 
 def test_plugin_does_nothing_unless_asked(
@@ -50,6 +53,42 @@ def test_plugin_refuses_a_vllm_that_it_does_not_know(monkeypatch: pytest.MonkeyP
     with pytest.raises(UnsupportedError, match="DeepEPLLPrepareAndFinalize"):
         adapter.register()
     assert all2all.DeepEPHTAll2AllManager is before
+
+
+@pytest.mark.parametrize(
+    ("decode_tokens", "sizes", "backend", "kept"),
+    [
+        (64, [1, 2, 64], "deepep_high_throughput", True),
+        (63, [1, 2, 64], "deepep_high_throughput", False),
+        (None, [1, 2, 64], "deepep_high_throughput", False),
+        (64, None, "deepep_high_throughput", False),
+        (None, [1, 2, 64], "deepep_low_latency", True),
+    ],
+)
+def test_graphs_stay_where_they_hold_decoding_steps_alone(
+    decode_tokens: int | None,
+    sizes: list[int] | None,
+    backend: str,
+    kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if decode_tokens is not None:
+        monkeypatch.setenv("DEEP_COMM_DECODE_TOKENS", str(decode_tokens))
+    for _ in range(2):  # vLLM loads its plugins more than once
+        adapter.register()
+    caplog.clear()
+    caplog.set_level("INFO", "deep_comm")
+    config = CompilationConfig(sizes)
+    config.set_splitting_ops_for_v1(all2all_backend=backend, data_parallel_size=2)
+    assert (config.cudagraph_mode == "FULL") == kept
+    assert ("DEEP_COMM_DECODE_TOKENS" in caplog.text) == (decode_tokens == 63)
+
+
+def test_graphs_of_an_older_vllm_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.config.compilation", None)
+    adapter.register()
+    assert all2all.DeepEPHTAll2AllManager is adapter.NormalManager
 
 
 def test_imports_without_vllm() -> None:

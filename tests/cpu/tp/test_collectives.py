@@ -94,6 +94,12 @@ def test_copy_engines_gather_into_symmetric_memory(memory: SymmetricMemory, /) -
         assert gathered.data_ptr() == out.local.data_ptr()
         wanted = (10.0 * torch.arange(3) + number).repeat_interleave(2)
         assert torch.equal(gathered, wanted[:, None].expand(6, 5))
+    own = out.local[2 * memory.rank : 2 * memory.rank + 2]
+    for number in range(3):
+        own.fill_(memory.rank + 0.5 * number)
+        tp.all_gather(own, memory, out=out)
+        wanted = torch.arange(3).repeat_interleave(2) + 0.5 * number
+        assert torch.equal(out.local, wanted[:, None].expand(6, 5))
     for x, name in ((torch.ones(3, 5), "out"), (torch.ones(2, 5).bfloat16(), "x")):
         with pytest.raises(errors.ArgumentError, match=name):
             tp.all_gather(x, memory, out=out)

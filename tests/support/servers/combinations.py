@@ -66,7 +66,7 @@ OPTIONS = {
     "dbo": "dual-batch overlap",
     "even": "prompts of the same lengths on both ranks, which so take the same steps",
     "native": "deep_comm's adapter in the place of the server's own",
-    "auto": "the native adapter with low-latency steps of up to 32 tokens",
+    "auto": "the native adapter with low-latency steps of up to 32 tokens, in CUDA graphs 64",
     "chunked": "64 tokens in a step: longer prompts are prefilled in chunks",
     "prefix": "prefix caching: prompts with a common beginning, each asked for twice",
     "eplb": "two redundant experts, and experts moved every 32 steps",
@@ -100,7 +100,7 @@ ROWS: tuple[Row, ...] = (
     *_rows(
         "vllm", "offline", "qwen", f"{_HT}:native:wrong", f"{_LL}:native:wrong",
         f"{BASE}:even", f"{_HT}:dbo:even", f"{_LL}:dbo:even", f"{_LL}:graphs:dbo:even",
-        f"{_HT}:dbo:even:native", f"{_HT}:auto", _V2,
+        f"{_HT}:dbo:even:native", f"{_HT}:auto", f"{_HT}:auto:graphs", _V2,
         f"{_V2}:graphs", f"{_V2}:wrong", f"{_HT}:chunked", f"{_LL}:chunked", f"{BASE}:prefix",
         f"{_HT}:prefix", f"{_LL}:graphs:prefix", f"{_HT}:idle", f"{_LL}:graphs:idle",
         f"{_HT}:eplb", f"{_LL}:graphs:eplb",
@@ -109,8 +109,8 @@ ROWS: tuple[Row, ...] = (
     *_rows("vllm", "offline", "deepseek", *_PLAIN, _V2),
     *_rows("vllm", "offline", "deepseek-fp8", *_PLAIN, _V2),
     *_rows(
-        "vllm", "http", "qwen", BASE, _HT, f"{_HT}:native", f"{_LL}:graphs", f"{_LL}:graphs:native",
-        f"{_V2}:graphs", f"{_HT}:wrong", f"{_LL}:graphs:wrong", f"{_HT}:kill", f"{_LL}:graphs:kill",
+        "vllm", "http", "qwen", BASE, _HT, f"{_HT}:native", f"{_HT}:auto:graphs", f"{_LL}:graphs",
+        f"{_LL}:graphs:native", f"{_V2}:graphs", f"{_HT}:wrong", f"{_LL}:graphs:wrong", f"{_HT}:kill", f"{_LL}:graphs:kill",
         f"{_HT}:refused", f"{_HT}:native:refused", f"{_LL}:graphs:eplb", f"{BASE}:gpus4",
         f"{_HT}:gpus4", f"{_LL}:graphs:gpus4",
     ),
@@ -121,8 +121,8 @@ ROWS: tuple[Row, ...] = (
         row for model in ("large", "large-fp8")
         for row in (
             *_rows(
-                "vllm", "figures", model, f"{BASE}:graphs", _HT, f"{_HT}:native", f"{_HT}:auto",
-                f"{_LL}:graphs", f"{_LL}:graphs:native", f"{_V2}:graphs",
+                "vllm", "figures", model, f"{BASE}:graphs", _HT, f"{_HT}:native",
+                f"{_HT}:auto:graphs", f"{_LL}:graphs", f"{_LL}:graphs:native", f"{_V2}:graphs",
             ),
             *_rows(
                 "vllm", "figures", model, "flashinfer_nvlink_one_sided:graphs",
@@ -208,7 +208,7 @@ def variables(row: Row) -> dict[str, str]:
     if row.server == "vllm" and {"native", "auto"} & set(row.options):
         found["DEEP_COMM_VLLM"] = "1"
     if "auto" in row.options:
-        found["DEEP_COMM_DECODE_TOKENS"] = "32"
+        found["DEEP_COMM_DECODE_TOKENS"] = "64" if "graphs" in row.options else "32"
     if row.is_control:
         found["SERVERS_WRONG"] = "1"
     if "refused" in row.options:
