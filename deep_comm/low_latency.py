@@ -331,7 +331,7 @@ class LowLatencyCalls:
         before a CUDA graph is captured). After the send phase of combine it may be written again.
 
         Raises:
-            ArgumentError: not a low-latency handle of this rank of this group.
+            ArgumentError, HandleMismatch: not a low-latency handle; not of this rank of this group.
 
         Examples:
             >>> recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
