@@ -32,6 +32,33 @@ def _resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x
 
 
+# Collectives of products. ``digest``: of what ranks must agree on besides the shape and dtype of x.
+
+
+def gather(x: Tensor, memory: SymmetricMemory, digest: int, num_sms: int | None = None) -> Tensor:
+    calls, sms = _calls(memory, num_sms)
+    gathered: Tensor = calls.all_gather(_resolved(x), sms, digest)
+    return gathered
+
+
+def scatter(x: Tensor, memory: SymmetricMemory, digest: int, num_sms: int | None = None) -> Tensor:
+    calls, sms = _calls(memory, num_sms)
+    scattered: Tensor = calls.reduce_scatter(_resolved(x), sms, digest)
+    return scattered
+
+
+def reduce(
+    x: Tensor,
+    memory: SymmetricMemory,
+    digest: int,
+    method: Method = "auto",
+    num_sms: int | None = None,
+) -> Tensor:
+    calls, sms = _calls(memory, num_sms)
+    total: Tensor = calls.all_reduce(_resolved(x), _METHODS[method], sms, digest)
+    return total
+
+
 def all_gather(
     x: Tensor,
     memory: SymmetricMemory,
@@ -47,7 +74,8 @@ def all_gather(
         out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines store x straight to the
             peers' ``out``, between two barriers, and no SM moves data. The result is this memory:
             the next call with it overwrites it. All ranks give the same ``out``, or none.
-        num_sms: the most SMs to use, the same on all ranks. Default: ``memory.num_sms``.
+        num_sms: the most SMs to use, the same on all ranks. Default: ``memory.num_sms``. Not with
+            ``out``.
 
     Returns:
         [R * N, ...] of x's dtype.
@@ -64,10 +92,10 @@ def all_gather(
         if not (isinstance(out, SymmetricTensor) and out.is_of(memory)):
             rule = "must be a SymmetricTensor of this memory"
             raise ArgumentError("out", f"a {type(out).__name__}", rule)
+        if num_sms is not None:
+            raise ArgumentError("num_sms", num_sms, "must be None with out: no SM moves data then")
         return _gather_by_copies(x, memory, out)
-    calls, sms = _calls(memory, num_sms)
-    gathered: Tensor = calls.all_gather(_resolved(x), sms)
-    return gathered
+    return gather(x, memory, 0, num_sms)
 
 
 def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) -> Tensor:
@@ -99,9 +127,7 @@ def reduce_scatter(x: Tensor, memory: SymmetricMemory, *, num_sms: int | None = 
     Raises:
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
-    calls, sms = _calls(memory, num_sms)
-    scattered: Tensor = calls.reduce_scatter(_resolved(x), sms)
-    return scattered
+    return scatter(x, memory, 0, num_sms)
 
 
 def all_reduce(
@@ -125,9 +151,7 @@ def all_reduce(
     """
     if method not in tuple(_METHODS):
         raise ArgumentError("method", method, f"must be one of {', '.join(_METHODS)}")
-    calls, sms = _calls(memory, num_sms)
-    total: Tensor = calls.all_reduce(_resolved(x), _METHODS[method], sms)
-    return total
+    return reduce(x, memory, 0, method, num_sms)
 
 
 def all_reduce_norm(
