@@ -7,10 +7,20 @@ from typing import Any, Literal
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError
+from deep_comm.log import warn_of_lost_gradient
 from deep_comm.settings import checks
 from deep_comm.symmetric import SymmetricMemory, SymmetricTensor
 
-__all__ = ["all_gather", "all_reduce", "all_reduce_norm", "reduce_scatter", "require_memory"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_norm",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "require_memory",
+    "scatter",
+]
 
 Method = Literal["auto", "one_shot", "two_shot"]
 _METHODS = {"auto": 0, "one_shot": 1, "two_shot": 2}
@@ -73,7 +83,8 @@ def all_gather(
         memory: whose ranks take part. Without ``out`` it stages x.
         out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines store x straight to the
             peers' ``out``, between two barriers, and no SM moves data. The result is this memory:
-            the next call with it overwrites it. All ranks give the same ``out``, or none.
+            the next call with it overwrites it. x may be its rows rank * N and those after it, and
+            lies elsewhere otherwise. All ranks give the same ``out``, or none.
         num_sms: the most SMs to use, the same on all ranks. Default: ``memory.num_sms``. Not with
             ``out``.
 
@@ -87,6 +98,8 @@ def all_gather(
             call raises this and the next.
         PeerTimeout: a rank has not called it.
     """
+    if getattr(x, "requires_grad", False):
+        warn_of_lost_gradient("deep_comm.tp.all_gather", "torch.ops.deep_comm.fused_* have")
     if out is not None:
         require_memory(memory)
         if not (isinstance(out, SymmetricTensor) and out.is_of(memory)):
@@ -106,6 +119,13 @@ def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) 
     if out.shape != (memory.group_size * rows, *rest):
         rule = f"must be ranks * rows of x by its other extents, x being {list(x.shape)}"
         raise ArgumentError("out", list(out.shape), rule)
+    num_bytes = x.numel() * x.element_size()
+    first, begin = x.data_ptr(), out.local.data_ptr()
+    is_own = first == begin + memory.rank * num_bytes
+    if begin - num_bytes < first < begin + memory.group_size * num_bytes and not is_own:
+        # Peers store there before x has left.
+        rule = f"must not lie in out, except in rows {memory.rank * rows} and those after it"
+        raise ArgumentError("x", "other rows of it", rule)
     own = slice(memory.rank * rows, (memory.rank + 1) * rows)
     memory.barrier()  # nobody's earlier work reads `out` any more
     for turn in range(memory.group_size):
@@ -127,6 +147,8 @@ def reduce_scatter(x: Tensor, memory: SymmetricMemory, *, num_sms: int | None = 
     Raises:
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
+    if getattr(x, "requires_grad", False):
+        warn_of_lost_gradient("deep_comm.tp.reduce_scatter", "torch.ops.deep_comm.fused_* have")
     return scatter(x, memory, 0, num_sms)
 
 
@@ -151,6 +173,8 @@ def all_reduce(
     """
     if method not in tuple(_METHODS):
         raise ArgumentError("method", method, f"must be one of {', '.join(_METHODS)}")
+    if getattr(x, "requires_grad", False):
+        warn_of_lost_gradient("deep_comm.tp.all_reduce", "torch.ops.deep_comm.fused_* have")
     return reduce(x, memory, 0, method, num_sms)
 
 
@@ -185,6 +209,8 @@ def all_reduce_norm(
     """
     if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
         raise ArgumentError("eps", eps, "must be a finite number, at least 0")
+    if getattr(x, "requires_grad", False):
+        warn_of_lost_gradient("deep_comm.tp.all_reduce_norm", "torch.ops.deep_comm.fused_* have")
     calls, sms = _calls(memory, num_sms)
     given = _resolved(x), _resolved(residual), _resolved(weight)
     normed, total = calls.all_reduce_norm(*given, float(eps), sms)

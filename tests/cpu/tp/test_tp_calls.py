@@ -6,6 +6,7 @@ refused, and the SymmetricMemory stays usable.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -370,6 +371,40 @@ def test_arguments_of_a_wrong_type_are_named(named: str, call: Any) -> None:
 def _scaled(memory: SymmetricMemory, x: torch.Tensor, scales: Any) -> Any:
     x = x.to(torch.float8_e4m3fn)
     return tp.all_gather_matmul(x, x.t(), memory, scales=scales)
+
+
+def test_an_x_in_out_lies_where_it_goes() -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        out = memory.empty((6, 4), torch.float32)
+        rows = torch.full((2, 4), float(memory.rank))
+        for first in range(5):
+            x = out.local[first : first + 2]
+            if first != 2 * memory.rank:
+                with pytest.raises(errors.ArgumentError, match="x must not lie in out"):
+                    tp.all_gather(x, memory, out=out)
+        x = out.local[2 * memory.rank :][:2]
+        x.copy_(rows)
+        for given in (x, rows):
+            whole = tp.all_gather(given, memory, out=out)
+            assert whole[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+    together(fn, 3)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_reduce_norm"])
+def test_a_gradient_that_ends_is_warned_of(op: str) -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        call = (lambda x, m: norm(m, x)) if op == "all_reduce_norm" else getattr(tp, op)
+        x = ones(2, 8).requires_grad_()
+        with pytest.warns(UserWarning, match=f"tp.{op} has no gradient.*fused_"):
+            call(x, memory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(ones(2, 8), memory)
+            with torch.no_grad():
+                call(x, memory)
+
+    together(fn, 1)
 
 
 def test_conjugates_and_signs_that_torch_only_noted_are_data() -> None:
