@@ -289,7 +289,6 @@ class LowLatencyCalls:
         buffer: BufferCalls,
         *,
         framework: Framework,
-        members: Sequence[str],
         can_shrink: bool,  # the Buffer has rank masks
         num_wanted_blocks: int | None,
         handle_type: Callable[[LowLatencyRecord], object],

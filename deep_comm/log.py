@@ -58,11 +58,11 @@ def user() -> str:
     return _user.get()
 
 
-def warn_of_lost_gradient(call: str) -> None:
-    """Of a Buffer, whose x requires one."""
+def warn_of_lost_gradient(call: str, instead: str = "ExpertParallel has") -> None:
+    """Of a call whose x requires one. ``instead``: what has gradients."""
     if torch.is_grad_enabled():
         warnings.warn(
-            f"Buffer.{call} has no gradient: x requires one, which ends here. ExpertParallel has "
+            f"{call} has no gradient: x requires one, which ends here. {instead} "
             "gradients; or call it in a torch.autograd.Function, or under torch.no_grad()",
             stacklevel=3,
         )

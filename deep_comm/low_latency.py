@@ -225,7 +225,7 @@ class LowLatencyCalls:
             ...     sent.recv_x, topk_idx, topk_weights, sent.handle).combined_x
         """
         if getattr(x, "requires_grad", False):
-            warn_of_lost_gradient("low_latency_dispatch")
+            warn_of_lost_gradient("Buffer.low_latency_dispatch")
         made = self._dispatch_low_latency(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
             cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
@@ -317,7 +317,7 @@ class LowLatencyCalls:
             >>> combined.hook()
         """
         if getattr(x, "requires_grad", False):
-            warn_of_lost_gradient("low_latency_combine")
+            warn_of_lost_gradient("Buffer.low_latency_combine")
         made = self._combine_low_latency(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish,
             return_recv_hook, out, combine_wait_recv_cost_stats, one_rounding,
@@ -331,7 +331,7 @@ class LowLatencyCalls:
         before a CUDA graph is captured). After the send phase of combine it may be written again.
 
         Raises:
-            ArgumentError: not a low-latency handle of this rank of this group.
+            ArgumentError, HandleMismatch: not a low-latency handle; not of this rank of this group.
 
         Examples:
             >>> recv_x, _, handle, _, _ = buffer.low_latency_dispatch(

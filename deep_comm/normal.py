@@ -159,7 +159,7 @@ class NormalCalls:
         """
         event = None
         if getattr(x, "requires_grad", False):
-            warn_of_lost_gradient("dispatch")
+            warn_of_lost_gradient("Buffer.dispatch")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
         made = self._context.dispatch(
@@ -224,7 +224,7 @@ class NormalCalls:
         """
         event = None
         if getattr(x, "requires_grad", False):
-            warn_of_lost_gradient("combine")
+            warn_of_lost_gradient("Buffer.combine")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
         made = self._context.combine(

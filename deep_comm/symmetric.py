@@ -219,9 +219,14 @@ class SymmetricMemory:
         """A tensor of zeros on every rank. Collective.
 
         Raises:
+            ArgumentError: ``shape`` or ``dtype`` breaks a rule; on this rank.
             BufferTooSmall: there is no room; on all ranks.
             ConfigMismatch: the ranks ask for different tensors; on all of them.
         """
+        if not isinstance(shape, (tuple, list)):
+            raise ArgumentError("shape", repr(shape), "must be a sequence of integers")
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError("dtype", repr(dtype), "must be a torch.dtype")
         extents = tuple(integers.require("shape", extent, 0) for extent in shape)
         num_bytes = math.prod(extents) * dtype.itemsize
         offset = self._take(num_bytes, {"shape": extents, "dtype": str(dtype)})

@@ -188,6 +188,7 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
 
   static bool is_bounded(const Arguments<4>& given) { return read_flag(given[3]); }
 
+  void require_batch(int num_topk, int num_experts, bool can_take) const;
   Tokens read_tokens(PyObject* x, PyObject* topk_idx, PyObject* topk_weights) const;
   void fit_to_decode(Tokens* tokens, bool asks) const;
   TensorRef read_rows(PyObject* given, int64_t num_rows, py::object* kept) const;
@@ -249,6 +250,20 @@ void LayerCalls::fit_to_decode(Tokens* tokens, bool asks) const {
     idx = buffer->reader.read(tokens->kept_idx.ptr());
   }  // else refused by its name
   tokens->topk_weights = buffer->reader.read(no_weights.ptr());
+}
+
+// Of a batch that comes back, whose selections are `num_topk` of `num_experts`.
+void LayerCalls::require_batch(int num_topk, int num_experts, bool can_take) const {
+  if (num_topk == form.num_topk && num_experts == form.num_experts && can_take) return;
+  std::string given =
+      "one of top-" + std::to_string(num_topk) + " of " + std::to_string(num_experts) + " experts";
+  std::string rule = "must be of a layer with top-" + std::to_string(form.num_topk) + " of " +
+                     std::to_string(form.num_experts) + " experts";
+  if (!can_take) {
+    given = "a decode batch";
+    rule = "must be a prefill batch: this layer does not decode";
+  }
+  refuse(CallError::Class::kHandleMismatch, "batch", std::move(given), std::move(rule));
 }
 
 // What experts made of a batch: its rows, contiguous, of the layer's type. *kept: a copy, if it took one.
@@ -377,6 +392,8 @@ LayerCalls::Sums LayerCalls::send_sums(PyObject* given_rows, const Decoded& stat
   // What the others have told is on its way here while this call launches.
   if (counters && state.exchange != 0) counters->prefetch(state.exchange);
   const LowLatencyForm& of_state = *state.record->form;
+  require_batch(of_state.options().num_topk, of_state.options().num_experts,
+                low_latency != nullptr);
   py::object kept;
   LowLatencyCalls& calls = low_latency->calls;
   ReservedLowLatencyCombine reserved = calls.reserve(calls.check(
@@ -459,6 +476,7 @@ py::object LayerCalls::begin_prefill(const Arguments<4>& given) {
 LayerCalls::Sums LayerCalls::send_sums(PyObject* given_rows, const Prefilled& state,
                                        bool is_async) {
   static PyObject* const operation = PyUnicode_InternFromString("combine");
+  require_batch(state.record->num_topk, state.record->num_experts, true);
   py::object kept;
   CombineRequest request;
   request.x = read_rows(given_rows, state.record->num_output_rows, &kept);

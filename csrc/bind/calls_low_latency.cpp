@@ -148,10 +148,9 @@ void bind_low_latency_calls(py::module_& m) {
                              [](const Record& self) { return self.form->options().num_topk; })
       .def_property_readonly("is_compact",
                              [](const Record& self) { return self.form->options().is_compact; })
-      .def_property_readonly("rank", [](const Record& self) { return self.form->members->rank; })
+      .def_property_readonly("rank", [](const Record& self) { return self.rank; })
       .def_property_readonly(
-          "members",
-          [](const Record& self) { return py::tuple(py::cast(self.form->members->names)); })
+          "members", [](const Record& self) { return py::tuple(py::cast(self.owner->members)); })
       .def_property_readonly("rows_shape",
                              [](const Record& self) { return tuple_of(self.form->rows); })
       .def_property_readonly(
@@ -165,20 +164,15 @@ void bind_low_latency_calls(py::module_& m) {
       "The low-latency calls of one Buffer; see csrc/host/calls/low_latency.hpp.");
   calls
       .def(py::init([](std::shared_ptr<BoundBuffer> buffer, std::shared_ptr<Framework> framework,
-                       std::vector<std::string> members, bool can_shrink,
-                       std::optional<int> num_wanted_blocks, py::object handle_type,
-                       py::object tensors_event) {
-             const int rank = buffer->context.group.rank;
-             auto whose = std::make_shared<const LowLatencyMembers>(
-                 LowLatencyMembers{rank, std::move(members)});
+                       bool can_shrink, std::optional<int> num_wanted_blocks,
+                       py::object handle_type, py::object tensors_event) {
              return std::make_shared<BoundLowLatency>(
                  std::move(buffer),
-                 LowLatencySettings{std::move(whose), std::move(framework), can_shrink,
-                                    num_wanted_blocks},
+                 LowLatencySettings{std::move(framework), can_shrink, num_wanted_blocks},
                  std::move(handle_type), std::move(tensors_event));
            }),
-           "buffer"_a, py::kw_only(), "framework"_a, "members"_a, "can_shrink"_a,
-           "num_wanted_blocks"_a, "handle_type"_a, "tensors_event"_a)
+           "buffer"_a, py::kw_only(), "framework"_a, "can_shrink"_a, "num_wanted_blocks"_a,
+           "handle_type"_a, "tensors_event"_a)
       .def(
           "num_blocks",
           [](const BoundLowLatency& self, py::handle num_max_tokens, py::handle hidden,

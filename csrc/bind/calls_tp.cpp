@@ -11,24 +11,28 @@ namespace py = pybind11;
 
 namespace {
 
-// (x, num_sms) -> out
-py::object call_all_gather(BoundBuffer& buffer, const Arguments<2>& given) {
-  const auto [x, num_sms] = given;
-  return object_of(all_gather(buffer.context, buffer.reader.read(x), read_integer(num_sms)));
+int digest_of(PyObject* given) { return static_cast<int>(read_integer(given).value); }
+
+// (x, num_sms, digest) -> out
+py::object call_all_gather(BoundBuffer& buffer, const Arguments<3>& given) {
+  const auto [x, num_sms, digest] = given;
+  return object_of(
+      all_gather(buffer.context, buffer.reader.read(x), read_integer(num_sms), digest_of(digest)));
 }
 
-// (x, num_sms) -> out
-py::object call_reduce_scatter(BoundBuffer& buffer, const Arguments<2>& given) {
-  const auto [x, num_sms] = given;
-  return object_of(reduce_scatter(buffer.context, buffer.reader.read(x), read_integer(num_sms)));
+// (x, num_sms, digest) -> out
+py::object call_reduce_scatter(BoundBuffer& buffer, const Arguments<3>& given) {
+  const auto [x, num_sms, digest] = given;
+  return object_of(reduce_scatter(buffer.context, buffer.reader.read(x), read_integer(num_sms),
+                                  digest_of(digest)));
 }
 
-// (x, method: 0 auto, 1 one shot, 2 two shots, num_sms) -> out
-py::object call_all_reduce(BoundBuffer& buffer, const Arguments<3>& given) {
-  const auto [x, method, num_sms] = given;
+// (x, method: 0 auto, 1 one shot, 2 two shots, num_sms, digest) -> out
+py::object call_all_reduce(BoundBuffer& buffer, const Arguments<4>& given) {
+  const auto [x, method, num_sms, digest] = given;
   return object_of(all_reduce(buffer.context, buffer.reader.read(x),
                               static_cast<AllReduceMethod>(read_integer(method).value),
-                              read_integer(num_sms)));
+                              read_integer(num_sms), digest_of(digest)));
 }
 
 // (x, residual, weight, eps, num_sms) -> (normed, residual)
@@ -70,7 +74,7 @@ py::object call_begin_matmul(BoundBuffer& buffer, const Arguments<3>& given) {
   MatmulArgs args{};
   args.sequence = word_at(sequence);
   args.fault = reinterpret_cast<int64_t*>(word_at(fault));
-  begin_matmul(buffer.context, args, static_cast<int>(read_integer(digest).value));
+  begin_matmul(buffer.context, args, digest_of(digest));
   return py::none();
 }
 

@@ -82,7 +82,7 @@ class Engine final : public EngineCalls {
                         uint64_t stream) override;
 
   // Tensor parallelism; defined in tp_impl.hpp.
-  void collective(CollectiveArgs args, Dtype dtype, int element_type, int max_blocks,
+  void collective(CollectiveArgs args, Dtype dtype, int digest, int max_blocks,
                   uint64_t stream) override;
   void signal_word(const WordArgs& args, uint64_t stream) override;
   void await_word(const WordArgs& args, uint64_t stream) override;

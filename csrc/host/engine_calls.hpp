@@ -121,8 +121,8 @@ class EngineCalls {
 
   // ---- tensor parallelism, inside a node
   // args: op, x, out, num_bytes, staging. As many blocks as the shards need, at most max_blocks.
-  // element_type: a number for the type of x, which the ranks compare.
-  virtual void collective(CollectiveArgs args, Dtype dtype, int element_type, int max_blocks,
+  // digest: of the type and shape of x and what else the ranks compare.
+  virtual void collective(CollectiveArgs args, Dtype dtype, int digest, int max_blocks,
                           uint64_t stream) = 0;
   virtual void signal_word(const WordArgs& args, uint64_t stream) = 0;
   virtual void await_word(const WordArgs& args, uint64_t stream) = 0;

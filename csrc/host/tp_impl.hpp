@@ -52,7 +52,7 @@ void Engine<Target>::prepare_collective() {
 }
 
 template <class Target>
-void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int element_type, int max_blocks,
+void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int digest, int max_blocks,
                                 uint64_t stream) {
   constexpr Tuning kTuning = Target::kTuning;
   detail::require(!is_internode(), "collectives serve ranks inside a node");
@@ -68,7 +68,7 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int element_ty
   args.num_parts = static_cast<int>(ceil_div(args.shard_vecs, args.part_vecs * num_blocks));
   const auto half = [](int64_t value, int idx) { return static_cast<int>(value >> (32 * idx)); };
   const std::array<int, 11> agreed = {static_cast<int>(args.op),
-                                      element_type,
+                                      digest,
                                       num_blocks,
                                       half(args.num_bytes, 0),
                                       half(args.num_bytes, 1),

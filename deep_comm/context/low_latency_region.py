@@ -44,7 +44,6 @@ def native_calls(ctx: Context) -> _core.LowLatencyCalls:
     return _core.LowLatencyCalls(
         ctx.native_calls,
         framework=ctx.backend.framework,
-        members=ctx.members,
         can_shrink=ctx.enable_shrink,
         num_wanted_blocks=env.NUM_SMS.get(),
         handle_type=LowLatencyHandle,

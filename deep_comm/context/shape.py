@@ -13,7 +13,7 @@ from deep_comm.config import host_default
 from deep_comm.context.low_latency_region import region_bytes
 from deep_comm.errors import ArgumentError
 from deep_comm.ranks.topology import num_local_experts
-from deep_comm.settings import env, integers
+from deep_comm.settings import checks, env, integers
 
 Mode = Literal["auto", "prefill", "decode"]
 MODES: tuple[Mode, ...] = ("auto", "prefill", "decode")
@@ -59,8 +59,9 @@ class MoEShape:
     fp8: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "num_experts", "max_tokens"):
+        for name in ("hidden", "max_tokens"):
             integers.require(name, getattr(self, name), 1, integers.LARGEST)
+        checks.max_experts("num_experts", self.num_experts)
         integers.require("num_topk", self.num_topk, 1, _MAX_TOPK)
         integers.require("decode_tokens", self.decode_tokens, 1, self.max_tokens)
         if self.dtype not in DTYPES:

@@ -199,6 +199,8 @@ class Steps:
         return Pending(receive_rows if way != "learn" else lambda: self._learn(receive_rows()))
 
     def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
+        if not isinstance(batch, ExpertBatch):
+            raise _no_batch(batch)
         state = batch.state
         if is_grad_enabled() and _has_grad(rows, state):
             return autograd.combine(
@@ -207,6 +209,8 @@ class Steps:
         return self.calls.combine(rows, state)
 
     def combine_async(self, batch: ExpertBatch, rows: Tensor) -> Pending[Tensor]:
+        if not isinstance(batch, ExpertBatch):
+            raise _no_batch(batch)
         state = batch.state
         if not (is_grad_enabled() and _has_grad(rows, state)):
             combined, receive = self.calls.begin_combine(rows, state)
@@ -245,6 +249,10 @@ class Steps:
                 return autograd.dispatched(self.buffer, x, topk_weights, receive)
 
         return finish
+
+
+def _no_batch(given: object) -> ArgumentError:
+    return ArgumentError("batch", f"a {type(given).__name__}", "must be what dispatch returned")
 
 
 def _has_grad(rows: Tensor, state: Decoded | Prefilled) -> bool:

@@ -42,10 +42,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         integers.require("num_nvl_bytes", self.num_nvl_bytes, 0, integers.MOST_BYTES)
-        integers.require(
-            "num_max_experts", self.num_max_experts, 1, checks.MAX_EXPERTS,
-            note=" (a block of a kernel has a counter for each in its shared memory)",
-        )  # fmt: skip
+        checks.max_experts("num_max_experts", self.num_max_experts)
         if self.num_direct_bytes is not None:
             integers.require(
                 "num_direct_bytes", self.num_direct_bytes, 0, self.num_nvl_bytes,

@@ -72,6 +72,11 @@ def _refusal(
     return ArgumentError(name, f"strides {value.stride()}", "must be contiguous")
 
 
+def max_experts(name: str, value: Any) -> int:
+    note = " (a block of a kernel has a counter for each in its shared memory)"
+    return integers.require(name, value, 1, MAX_EXPERTS, note=note)
+
+
 def num_experts(value: Any, num_max_experts: int) -> int:
     note = " (num_max_experts of the Buffer)"
     return integers.require("num_experts", value, 1, num_max_experts, note=note)

@@ -7,10 +7,20 @@ from typing import Any, Literal
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError
+from deep_comm.log import warn_of_lost_gradient
 from deep_comm.settings import checks
 from deep_comm.symmetric import SymmetricMemory, SymmetricTensor
 
-__all__ = ["all_gather", "all_reduce", "all_reduce_norm", "reduce_scatter", "require_memory"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_norm",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "require_memory",
+    "scatter",
+]
 
 Method = Literal["auto", "one_shot", "two_shot"]
 _METHODS = {"auto": 0, "one_shot": 1, "two_shot": 2}
@@ -32,6 +42,33 @@ def _resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x
 
 
+# Collectives of products. ``digest``: of what ranks must agree on besides the shape and dtype of x.
+
+
+def gather(x: Tensor, memory: SymmetricMemory, digest: int, num_sms: int | None = None) -> Tensor:
+    calls, sms = _calls(memory, num_sms)
+    gathered: Tensor = calls.all_gather(_resolved(x), sms, digest)
+    return gathered
+
+
+def scatter(x: Tensor, memory: SymmetricMemory, digest: int, num_sms: int | None = None) -> Tensor:
+    calls, sms = _calls(memory, num_sms)
+    scattered: Tensor = calls.reduce_scatter(_resolved(x), sms, digest)
+    return scattered
+
+
+def reduce(
+    x: Tensor,
+    memory: SymmetricMemory,
+    digest: int,
+    method: Method = "auto",
+    num_sms: int | None = None,
+) -> Tensor:
+    calls, sms = _calls(memory, num_sms)
+    total: Tensor = calls.all_reduce(_resolved(x), _METHODS[method], sms, digest)
+    return total
+
+
 def all_gather(
     x: Tensor,
     memory: SymmetricMemory,
@@ -46,10 +83,11 @@ def all_gather(
         memory: whose ranks take part. Without ``out`` it stages x.
         out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines bring the peers' rows
             from their ``out``, between two barriers, and no SM moves data. It is the fastest where
-            x lies in its place, ``out.local[rank * N : (rank + 1) * N]``; otherwise it is copied
-            there. The result is this memory: the next call with it overwrites it. All ranks give
-            the same ``out``, or none.
-        num_sms: the most SMs to use, the same on all ranks. Default: ``memory.num_sms``.
+            x lies in its place, rows rank * N and those after it of ``out.local``; from elsewhere
+            it is copied there. x lies in no other rows of ``out``. The result is this memory: the
+            next call with it overwrites it. All ranks give the same ``out``, or none.
+        num_sms: the most SMs to use, the same on all ranks. Default: ``memory.num_sms``. Not with
+            ``out``.
 
     Returns:
         [R * N, ...] of x's dtype.
@@ -61,15 +99,17 @@ def all_gather(
             call raises this and the next.
         PeerTimeout: a rank has not called it.
     """
+    if getattr(x, "requires_grad", False):
+        warn_of_lost_gradient("deep_comm.tp.all_gather", "torch.ops.deep_comm.fused_* have")
     if out is not None:
         require_memory(memory)
         if not (isinstance(out, SymmetricTensor) and out.is_of(memory)):
             rule = "must be a SymmetricTensor of this memory"
             raise ArgumentError("out", f"a {type(out).__name__}", rule)
+        if num_sms is not None:
+            raise ArgumentError("num_sms", num_sms, "must be None with out: no SM moves data then")
         return _gather_by_copies(x, memory, out)
-    calls, sms = _calls(memory, num_sms)
-    gathered: Tensor = calls.all_gather(_resolved(x), sms)
-    return gathered
+    return gather(x, memory, 0, num_sms)
 
 
 def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) -> Tensor:
@@ -80,9 +120,15 @@ def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) 
     if out.shape != (memory.group_size * rows, *rest):
         rule = f"must be ranks * rows of x by its other extents, x being {list(x.shape)}"
         raise ArgumentError("out", list(out.shape), rule)
-    own = out.local[memory.rank * rows : (memory.rank + 1) * rows]
-    if x.data_ptr() != own.data_ptr():
-        own.copy_(x)  # the last call's second barrier: nobody reads them any more
+    num_bytes = x.numel() * x.element_size()
+    first, begin = x.data_ptr(), out.local.data_ptr()
+    is_own = first == begin + memory.rank * num_bytes
+    if begin - num_bytes < first < begin + memory.group_size * num_bytes and not is_own:
+        rule = f"must not lie in out, except in rows {memory.rank * rows} and those after it"
+        raise ArgumentError("x", "other rows of it", rule)
+    if not is_own:
+        # Nobody reads them any more: the second barrier of the last call.
+        out.local[memory.rank * rows : (memory.rank + 1) * rows].copy_(x)
     memory.barrier()
     for turn in range(1, memory.group_size):
         peer = (memory.rank + turn) % memory.group_size
@@ -105,9 +151,9 @@ def reduce_scatter(x: Tensor, memory: SymmetricMemory, *, num_sms: int | None = 
     Raises:
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
-    calls, sms = _calls(memory, num_sms)
-    scattered: Tensor = calls.reduce_scatter(_resolved(x), sms)
-    return scattered
+    if getattr(x, "requires_grad", False):
+        warn_of_lost_gradient("deep_comm.tp.reduce_scatter", "torch.ops.deep_comm.fused_* have")
+    return scatter(x, memory, 0, num_sms)
 
 
 def all_reduce(
@@ -131,9 +177,9 @@ def all_reduce(
     """
     if method not in tuple(_METHODS):
         raise ArgumentError("method", method, f"must be one of {', '.join(_METHODS)}")
-    calls, sms = _calls(memory, num_sms)
-    total: Tensor = calls.all_reduce(_resolved(x), _METHODS[method], sms)
-    return total
+    if getattr(x, "requires_grad", False):
+        warn_of_lost_gradient("deep_comm.tp.all_reduce", "torch.ops.deep_comm.fused_* have")
+    return reduce(x, memory, 0, method, num_sms)
 
 
 def all_reduce_norm(
@@ -167,6 +213,8 @@ def all_reduce_norm(
     """
     if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
         raise ArgumentError("eps", eps, "must be a finite number, at least 0")
+    if getattr(x, "requires_grad", False):
+        warn_of_lost_gradient("deep_comm.tp.all_reduce_norm", "torch.ops.deep_comm.fused_* have")
     calls, sms = _calls(memory, num_sms)
     given = _resolved(x), _resolved(residual), _resolved(weight)
     normed, total = calls.all_reduce_norm(*given, float(eps), sms)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deep_comm.symmetric import WORDS_OF_RANK, SymmetricMemory
-from deep_comm.tp.collectives import all_gather, all_reduce, reduce_scatter
+from deep_comm.tp.collectives import gather, reduce, scatter
 from deep_comm.tp.exchange import Exchange
 from deep_comm.tp.operands import (
     Method,
@@ -35,11 +35,18 @@ from deep_comm.tp.operands import (
     multiply,
     require,
     require_dim,
+    scale_columns,
 )
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
+_GATHERS, _SCATTERS, _REDUCES = range(3)
 _CHUNK_BYTES = 16 << 20  # a push, after which the peer's product goes on
+
+
+def _digest(*agreed: int | tuple[int, ...]) -> int:
+    """Of what the ranks compare. Of integers only, whose hashes are the same in every process."""
+    return hash(agreed) & 0x7FFFFFFF
 
 
 def all_gather_matmul(
@@ -61,11 +68,13 @@ def all_gather_matmul(
         weights: [K, N] each, this rank's; N may differ between weights, not between ranks. A fused
             product needs each, or its transpose, contiguous.
         memory: whose ranks take part. Its 2 * ``staging_bytes`` must hold the gathered x.
-        gather_dim: along which x is gathered.
+        gather_dim: along which x is gathered; the same on all ranks.
         return_gathered: also return the gathered x.
-        scales: of FP8, float32: of x, and one for each weight, in the forms of
-            ``torch._scaled_mm``: one number, one for each row of x and column of a weight, or one
-            for 128 columns of a row and 128 x 128 of a weight.
+        scales: of FP8, float32: of x, and one for each weight, all in one of three forms: one
+            number each, that of x the same on all ranks; x's [..., 1] and [1, N], one for each row
+            and each column of the product; x's [..., ceil(K / 128)] and [ceil(K / 128),
+            ceil(N / 128)], one for 128 columns of a row and 128 x 128 of a weight. The same form on
+            all ranks.
         out_dtype: default: x's, of FP8 bf16.
         method: see the module. The same on all ranks.
 
@@ -75,8 +84,9 @@ def all_gather_matmul(
     Raises:
         ArgumentError: an argument breaks a rule; on this rank, before anything is launched.
         BufferTooSmall: ``staging_bytes`` of the memory.
-        ConfigMismatch: a rank has called something else. On CUDA devices a later call raises this
-            and the next.
+        ConfigMismatch: a rank has called something else, or with an x of another shape, even one
+            of as many rows, or another gather_dim. On CUDA devices a later call raises this and the
+            next.
         PeerTimeout: a rank has not called it, or its rows have not come.
     """
     is_right = isinstance(weights, (Tensor, list, tuple))
@@ -84,11 +94,12 @@ def all_gather_matmul(
     listed = [weights] if isinstance(weights, Tensor) else list(weights)
     x_scale, checked = checked_operands(x, listed, memory, scales, out_dtype, method, gather_dim)
     dim = gather_dim % x.dim()
+    digest = _digest(_GATHERS, x.shape, dim, scale_columns(x_scale))
     moved = x.movedim(dim, 0).contiguous()
     if dim == x.dim() - 1:
         require("method", method, method in ("auto", "unfused"), "must not gather columns so")
         require("scales", "given", scales is None, "must be None where columns are gathered")
-        gathered = all_gather(moved, memory).movedim(0, dim).contiguous()
+        gathered = gather(moved, memory, digest).movedim(0, dim).contiguous()
         whole = Rows(gathered.flatten(0, -2), None)
         outs = [_whole(whole, weight) for weight in checked]
         shaped = [out.view(*gathered.shape[:-1], out.shape[1]) for out in outs]
@@ -101,9 +112,9 @@ def all_gather_matmul(
     )
     flat: Tensor | None
     if chosen == "unfused":
-        flat, outs = _gather_then_multiply(rows, checked, memory)
+        flat, outs = _gather_then_multiply(rows, checked, memory, digest)
     else:
-        flat, outs = _gather_beside(rows, checked, memory, chosen, return_gathered)
+        flat, outs = _gather_beside(rows, checked, memory, chosen, digest, return_gathered)
     lead = (memory.group_size * moved.shape[0], *moved.shape[1:-1])
     shaped = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
     if not return_gathered:
@@ -118,15 +129,15 @@ def _whole(rows: Rows, weight: Weight) -> Tensor:
     return out
 
 
-def _gather_scale(rows: Rows, memory: SymmetricMemory) -> Tensor | None:
+def _gather_scale(rows: Rows, memory: SymmetricMemory, digest: int) -> Tensor | None:
     scale = rows.scale
-    return scale if scale is None or scale.numel() == 1 else all_gather(scale, memory)
+    return scale if scale is None or scale.dim() == 0 else gather(scale, memory, digest)
 
 
 def _gather_then_multiply(
-    rows: Rows, weights: Sequence[Weight], memory: SymmetricMemory
+    rows: Rows, weights: Sequence[Weight], memory: SymmetricMemory, digest: int
 ) -> tuple[Tensor, list[Tensor]]:
-    gathered = Rows(all_gather(rows.x, memory), _gather_scale(rows, memory))
+    gathered = Rows(gather(rows.x, memory, digest), _gather_scale(rows, memory, digest))
     return gathered.x, [_whole(gathered, weight) for weight in weights]
 
 
@@ -135,13 +146,14 @@ def _gather_beside(
     weights: Sequence[Weight],
     memory: SymmetricMemory,
     method: str,
+    digest: int,
     return_gathered: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
     exchange = Exchange.of(memory)
     rank, num_ranks, (num_rows, depth) = exchange.rank, exchange.num_ranks, rows.x.shape
     slots = exchange.staged(memory, (num_rows, depth), rows.x.dtype, "the gathered x")
-    scale = _gather_scale(rows, memory)
-    exchange.begin("all_gather_matmul", method, num_rows, depth, rows.x.dtype, memory.staging_bytes)
+    scale = _gather_scale(rows, memory, digest)
+    exchange.begin(digest, method, rows.x.dtype, memory.staging_bytes)
     chunk_rows = _chunk_rows(num_rows, depth * rows.x.element_size())
     with exchange.beside():
         for turn in range(1, num_ranks):
@@ -213,11 +225,12 @@ def matmul_reduce_scatter(
     rounded once.
 
     Args:
-        x: [..., K] as of ``all_gather_matmul``. R divides the extent of ``scatter_dim``.
-        weight: [K, N], this rank's.
+        x: [..., K] as of ``all_gather_matmul``, but for K, which may differ between ranks. R
+            divides the extent of ``scatter_dim``.
+        weight: [K, N], this rank's; the same N on all ranks.
         memory: its 2 * ``staging_bytes`` must hold the product; ``staging_bytes`` if unfused.
-        reduce_op: "avg" divides the rounded sum by R and rounds again.
-        scatter_dim: of the product, along which its R parts lie.
+        reduce_op: "avg" divides the rounded sum by R and rounds again. The same on all ranks.
+        scatter_dim: of the product, along which its R parts lie; the same on all ranks.
         scales, out_dtype, method: as of ``all_gather_matmul``.
 
     Returns:
@@ -230,6 +243,7 @@ def matmul_reduce_scatter(
     require("reduce_op", reduce_op, reduce_op in ("sum", "avg"), "must be sum or avg")
     require_dim("scatter_dim", scatter_dim, x)
     dim, num_ranks = scatter_dim % x.dim(), memory.group_size
+    digest = _digest(_SCATTERS, x.shape[:-1], dim, reduce_op == "avg")
     extent = weight.shape[1] if dim == x.dim() - 1 else x.shape[dim]
     rule = f"must have an extent along scatter_dim that the {num_ranks} ranks divide"
     require("x", list(x.shape), extent % num_ranks == 0, rule)
@@ -237,7 +251,7 @@ def matmul_reduce_scatter(
         require("method", method, method in ("auto", "unfused"), "must not scatter columns so")
         flat = Rows(x.contiguous().flatten(0, -2), moved_scale(x_scale, x, 0))
         product = _whole(flat, checked).view(*x.shape[:-1], extent)
-        out = reduce_scatter(product.movedim(dim, 0).contiguous(), memory).movedim(0, dim)
+        out = scatter(product.movedim(dim, 0).contiguous(), memory, digest).movedim(0, dim)
     else:
         moved = x.movedim(dim, 0).contiguous()
         rows = Rows(moved.flatten(0, -2), moved_scale(x_scale, x, dim))
@@ -246,24 +260,24 @@ def matmul_reduce_scatter(
             method, "matmul_reduce_scatter", num_rows, rows.x, [checked], memory, checked.row_bytes
         )
         if chosen == "unfused":
-            flat_out = reduce_scatter(_whole(rows, checked), memory)
+            flat_out = scatter(_whole(rows, checked), memory, digest)
         else:
-            flat_out = _scatter_beside(rows, checked, memory, chosen)
+            flat_out = _scatter_beside(rows, checked, memory, chosen, digest)
         lead = (moved.shape[0] // num_ranks, *moved.shape[1:-1])
         out = flat_out.view(*lead, weight.shape[1]).movedim(0, dim)
     return out.div_(num_ranks) if reduce_op == "avg" else out
 
 
-def _scatter_beside(rows: Rows, weight: Weight, memory: SymmetricMemory, method: str) -> Tensor:
+def _scatter_beside(
+    rows: Rows, weight: Weight, memory: SymmetricMemory, method: str, digest: int
+) -> Tensor:
     exchange = Exchange.of(memory)
     rank, num_ranks = exchange.rank, exchange.num_ranks
     num_rows, columns = rows.x.shape[0] // num_ranks, weight.matrix.shape[1]
     size = num_rows * columns
     padded = -(-size * weight.out_dtype.itemsize // 16) * 16 // weight.out_dtype.itemsize
     slots = exchange.staged(memory, (padded,), weight.out_dtype, "the product")
-    exchange.begin(
-        "matmul_reduce_scatter", method, num_rows, columns, weight.out_dtype, memory.staging_bytes
-    )
+    exchange.begin(digest, method, columns, weight.out_dtype, memory.staging_bytes)
     out = rows.x.new_empty((num_rows, columns), dtype=weight.out_dtype)
     if method == "fused":
         from deep_comm.tp.product import Scattered, scattered_product
@@ -310,6 +324,7 @@ def matmul_all_reduce(
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather_matmul``.
     """
     x_scale, (checked,) = checked_operands(x, [weight], memory, scales, out_dtype, method)
+    digest = _digest(_REDUCES, x.shape[:-1])
     rows = Rows(x.contiguous().flatten(0, -2), moved_scale(x_scale, x, 0))
     num_rows, rest = divmod(rows.x.shape[0], memory.group_size)
     if rest:
@@ -320,7 +335,7 @@ def matmul_all_reduce(
             method, "matmul_all_reduce", num_rows, rows.x, [checked], memory, checked.row_bytes
         )
     if chosen == "unfused":
-        out = all_reduce(_whole(rows, checked), memory)
+        out = reduce(_whole(rows, checked), memory, digest)
     else:
-        out = all_gather(_scatter_beside(rows, checked, memory, chosen), memory)
+        out = gather(_scatter_beside(rows, checked, memory, chosen, digest), memory, digest)
     return out.view(*x.shape[:-1], weight.shape[1])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deep_comm import tuning
 from deep_comm.errors import ArgumentError
+from deep_comm.settings.checks import SCALE_BLOCK
 from deep_comm.symmetric import WORDS_OF_RANK, SymmetricMemory
 from deep_comm.tp.collectives import require_memory
 
@@ -26,6 +27,7 @@ __all__ = [
     "multiply",
     "require",
     "require_dim",
+    "scale_columns",
 ]
 
 Method = Literal["auto", "unfused", "decomposed", "fused"]
@@ -38,7 +40,9 @@ _SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Rows:
-    """x as a matrix, and the scales of FP8: one, or one for each row, or for 128 columns of it."""
+    """x as a matrix, and scales of FP8: one, of no dimension; or [M, 1]; or one for 128 columns,
+    [M, ceil(K / 128)].
+    """
 
     x: Tensor  # [M, K], contiguous
     scale: Tensor | None
@@ -46,7 +50,7 @@ class Rows:
     def part(self, rank: int, rows: int) -> Rows:
         own = slice(rank * rows, (rank + 1) * rows)
         scale = self.scale
-        return Rows(self.x[own], scale if scale is None or scale.numel() == 1 else scale[own])
+        return Rows(self.x[own], scale if scale is None or scale.dim() == 0 else scale[own])
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,9 @@ def multiply(rows: Rows, weight: Weight, out: Tensor) -> None:
 
 def _wide(values: Tensor, scale: Tensor) -> Tensor:
     """In float32, where the library multiplies no FP8."""
-    for dim in range(values.dim()):
-        if scale.numel() > 1 and scale.shape[dim] not in (1, values.shape[dim]):
-            repeats = -(-values.shape[dim] // scale.shape[dim])
-            scale = scale.repeat_interleave(repeats, dim)
-            scale = scale.narrow(dim, 0, values.shape[dim])
+    for dim in range(scale.dim()):
+        if scale.shape[dim] not in (1, values.shape[dim]):
+            scale = scale.repeat_interleave(SCALE_BLOCK, dim).narrow(dim, 0, values.shape[dim])
     return values.float() * scale.float()
 
 
@@ -142,6 +144,8 @@ def checked_operands(
         for each in (x_scale, *listed):
             is_right = isinstance(each, Tensor) and each.device == memory.device
             require("scales", scales, is_right, f"must be tensors on {memory.device}")
+            assert each is not None
+            require("scales", each.dtype, each.dtype == torch.float32, "must have dtype float32")
     depth = x.shape[-1]
     if gathered_dim is not None:
         require_dim("gather_dim", gathered_dim, x)
@@ -153,15 +157,56 @@ def checked_operands(
             "weight",
             weight.dtype,
             weight.dtype == x.dtype if scales is None else weight.dtype in _SCALED,
-            "must have x's dtype",
+            "must have x's dtype" if scales is None else "must be FP8, as x",
         )
         rows = f"must have {depth} rows, as many as x has columns"
         require("weight", list(weight.shape), weight.shape[0] == depth, rows)
         checked.append(Weight(weight, scale, result))
+    if x_scale is not None:
+        x_scale, checked = _scales_of_one_form(x, x_scale, checked)
     needs = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *weights))
     rule = "must not need gradients: torch.ops.deep_comm.fused_* have them"
     require("x or a weight", "requires_grad", not needs, rule)
     return x_scale, checked
+
+
+def _blocks(extent: int) -> int:
+    return -(-extent // SCALE_BLOCK)
+
+
+def _scales_of_one_form(
+    x: Tensor, x_scale: Tensor, weights: list[Weight]
+) -> tuple[Tensor, list[Weight]]:
+    """Scales as Rows and Weight hold them; refused unless all have the shapes of one form.
+
+    A row's scale of an x of one row looks like one number: it is that only beside a weight's.
+    """
+    scales = [x_scale, *(weight.scale for weight in weights if weight.scale is not None)]
+    shapes = [list(scale.shape) for scale in scales]
+    matrices = [list(weight.matrix.shape) for weight in weights]
+    rows = (1, [[1, columns] for _, columns in matrices])
+    blocks = (_blocks(x.shape[-1]), [[_blocks(extent) for extent in each] for each in matrices])
+    has_rows = x_scale.dim() >= 2 and x_scale.shape[:-1].numel() == x.shape[:-1].numel()
+    if has_rows and (x_scale.shape[-1], shapes[1:]) in (rows, blocks):
+        return x_scale, weights
+    if any(scale.numel() != 1 for scale in scales):
+        raise ArgumentError(
+            "scales",
+            shapes,
+            "must be one number each; or one for each row of x, [..., 1], and column of a weight, "
+            "[1, N]; or one for 128 columns of a row of x, [..., ceil(K / 128)], and 128 x 128 of "
+            f"a weight, [ceil(K / 128), ceil(N / 128)]; x is {list(x.shape)}, weights {matrices}",
+        )
+    x_scale, *listed = (scale.reshape(()) for scale in scales)
+    return x_scale, [
+        Weight(weight.matrix, scale, weight.out_dtype)
+        for weight, scale in zip(weights, listed, strict=True)
+    ]
+
+
+def scale_columns(scale: Tensor | None) -> int:
+    """Of a row of x; 0: it has none of its own."""
+    return 0 if scale is None or scale.dim() == 0 else scale.shape[-1]
 
 
 def _rule_of_fused(rows: int, x: Tensor, weights: Sequence[Weight], memory: SymmetricMemory) -> str:
@@ -215,9 +260,6 @@ def chosen_method(
 
 def moved_scale(scale: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
     """Scales of rows [..., columns] in the order of the rows that are gathered."""
-    if scale is None or scale.numel() == 1:
+    if scale is None or scale.dim() == 0:
         return scale
-    rule = "must have one number, or a row of them for each row of x"
-    is_right = scale.dim() >= 2 and scale.flatten(0, -2).shape[0] == x.flatten(0, -2).shape[0]
-    require("scales", list(scale.shape), is_right, rule)
-    return scale.view(*x.shape[:-1], scale.shape[-1]).movedim(dim, 0).flatten(0, -2).contiguous()
+    return scale.reshape(*x.shape[:-1], scale.shape[-1]).movedim(dim, 0).flatten(0, -2).contiguous()

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as torch_symmetric
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from deep_comm.errors import UnsupportedArgument, UnsupportedError
+from deep_comm.errors import ArgumentError, UnsupportedArgument, UnsupportedError
 from deep_comm.symmetric import SymmetricMemory
 from deep_comm.tp.collectives import all_gather, require_memory
 from deep_comm.tp.matmul import all_gather_matmul, matmul_reduce_scatter
@@ -33,13 +34,22 @@ def register(group: Any, memory: SymmetricMemory) -> None:
     Args:
         group: a torch.distributed group, or its name.
         memory: of the same ranks.
+
+    Raises:
+        ArgumentError: ``group`` is neither, or ``memory`` no SymmetricMemory.
+        BufferDestroyed: ``memory`` was destroyed.
     """
     require_memory(memory)
+    memory.check()
     _memories[_name_of(group)] = memory
 
 
 def _name_of(group: Any) -> str:
-    return group if isinstance(group, str) else str(group.group_name)
+    name = group if isinstance(group, str) else getattr(group, "group_name", None)
+    if not isinstance(name, str):
+        rule = "must be a torch.distributed group, or its name"
+        raise ArgumentError("group", f"a {type(group).__name__}", rule)
+    return name
 
 
 def _memory_of(group_name: str) -> SymmetricMemory:
@@ -305,10 +315,22 @@ def install(group: Any, memory: SymmetricMemory) -> None:
 
     Other groups, forms that are torch's alone (biases, scales of results), and this group when
     ``memory`` lives no more, take torch's own implementation as before.
+
+    Raises:
+        ArgumentError: as of ``register``; or torch knows no group of that name.
+        BufferDestroyed: ``memory`` was destroyed.
     """
     global _routes
+    require_memory(memory)
+    name = _name_of(group)
+    try:
+        resolve_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        resolve_group(name)
+    except RuntimeError:
+        rule = "must be a torch.distributed group, or its name; torch knows none of that name"
+        raise ArgumentError("group", repr(name), rule) from None
     register(group, memory)
-    enable_torch_memory(_name_of(group))
+    enable_torch_memory(name)
     if _routes is not None:
         return
     _routes = torch.library.Library("symm_mem", "IMPL")

@@ -242,10 +242,10 @@ class LoggedEngine final : public EngineCalls {
            [=, this] { engine_.transpose_scales(args, config, stream); });
   }
 
-  void collective(CollectiveArgs args, Dtype dtype, int element_type, int max_blocks,
+  void collective(CollectiveArgs args, Dtype dtype, int digest, int max_blocks,
                   uint64_t stream) override {
     launch("collective", stream,
-           [=, this] { engine_.collective(args, dtype, element_type, max_blocks, stream); });
+           [=, this] { engine_.collective(args, dtype, digest, max_blocks, stream); });
   }
   void signal_word(const WordArgs& args, uint64_t stream) override {
     launch("signal_word", stream, [=, this] { engine_.signal_word(args, stream); });

@@ -41,13 +41,14 @@ DC_DEVICE void count_experts(const InternodeLayoutArgs& args, int token, int32_t
     } else if (expert != -1) {
       const Context context{args.world, Kernel::kLayout, 0, false, {args.tiers.rank, 0, 1}};
       arch::st_relaxed_gpu(&args.world.state()->bad_expert_index, 1u);
-      report_error(context,
-                   {ErrorKind::kExpertIndex,
-                    {Stage::kCheckArguments, Word::kTopkIdx, args.tiers.rank, args.num_topk},
-                    static_cast<uint64_t>(static_cast<int64_t>(expert)),
-                    static_cast<uint64_t>(args.num_experts),
-                    0,
-                    position});
+      report_error(
+          context,
+          {ErrorKind::kExpertIndex,
+           {Stage::kCheckArguments, Word::kTopkIdx, args.tiers.rank, args.num_topk},
+           static_cast<uint64_t>(load_given_expert(args.topk_idx, position, args.topk_idx_bytes)),
+           static_cast<uint64_t>(args.num_experts),
+           0,
+           position});
     }
   }
 }

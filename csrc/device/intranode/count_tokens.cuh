@@ -13,12 +13,12 @@ namespace deep_comm {
 // Sets the word by which the next notify informs the peers, and writes the error record. Its channel
 // is the number of columns of topk_idx.
 DC_DEVICE void report_bad_expert(const World& world, Kernel kernel, const TopkIdx& topk,
-                                 int64_t position, int expert) {
+                                 int64_t position) {
   arch::st_relaxed_gpu(&world.state()->bad_expert_index, 1u);
   report_error(Context{world, kernel, 0},
                {ErrorKind::kExpertIndex,
                 {Stage::kCheckArguments, Word::kTopkIdx, world.rank, topk.num_topk},
-                static_cast<uint64_t>(static_cast<int64_t>(expert)),
+                static_cast<uint64_t>(load_given_expert(topk.data, position, topk.element_bytes)),
                 static_cast<uint64_t>(topk.num_experts),
                 0,
                 position});
@@ -41,7 +41,7 @@ DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx&
     for (int k = 0; k < kBatch; ++k) {
       if (selected[k] == -1) continue;
       if (selected[k] < 0 || selected[k] >= topk.num_experts) {
-        report_bad_expert(world, kernel, topk, begin + base + k, selected[k]);
+        report_bad_expert(world, kernel, topk, begin + base + k);
         continue;
       }
       const int rank = experts.rank_of(selected[k]);

@@ -429,16 +429,19 @@ DC_DEVICE uint32_t rank_bit(const PreparedExpertMap& experts, int expert) {
   return expert >= 0 && expert < experts.num_experts ? 1u << experts.rank_of(expert) : 0u;
 }
 
-// An expert index as the user passed it; -1 and a report for one that is out of range.
-DC_DEVICE int checked_expert(const Context& context, int expert, int64_t position, int num_topk,
-                             int num_experts) {
+// An expert index as it was loaded; -1 and a report for one that is out of range.
+template <class Args>
+DC_DEVICE int checked_expert(const Context& context, const Args& args, int expert, int64_t position,
+                             int num_topk, int num_experts) {
   if (expert >= -1 && expert < num_experts) return expert;
-  report_error(context, {ErrorKind::kExpertIndex,
-                         {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, num_topk},
-                         static_cast<uint64_t>(static_cast<int64_t>(expert)),
-                         static_cast<uint64_t>(num_experts),
-                         0,
-                         position});
+  report_error(
+      context,
+      {ErrorKind::kExpertIndex,
+       {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, num_topk},
+       static_cast<uint64_t>(load_given_expert(args.topk_idx, position, args.topk_idx_bytes)),
+       static_cast<uint64_t>(num_experts),
+       0,
+       position});
   return -1;
 }
 

@@ -51,7 +51,7 @@ struct TokenRouting {
       const int k = arch::lane_idx() + part * kWarpSize;
       if (k >= num_topk) continue;
       experts[part] =
-          checked_expert(context, raw.get(part), static_cast<int64_t>(token) * num_topk + k,
+          checked_expert(context, args, raw.get(part), static_cast<int64_t>(token) * num_topk + k,
                          num_topk, args.shape.num_experts);
       memory.own_experts[warp * num_topk + k] = experts[part];
       mask |= rank_bit(args.experts, experts[part]);

@@ -75,7 +75,7 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
   int experts[2] = {-1, -1};
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int k, int part) {
     const int expert = load_expert(args.topk_idx, first + k, args.topk_idx_bytes);
-    experts[part] = checked_expert(context, expert, first + k, num_topk, num_experts);
+    experts[part] = checked_expert(context, args, expert, first + k, num_topk, num_experts);
     return experts[part] < 0 ? -1 : map.rank_of(experts[part]);
   });
   const TokenRanks nodes = TokenRanks::make(num_topk, [&](int /*k*/, int part) {

@@ -99,6 +99,12 @@ struct RawExpert {
   }
 };
 
+// As the caller gave it: for error records.
+DC_DEVICE int64_t load_given_expert(const void* topk_idx, int64_t position, int num_bytes) {
+  return num_bytes == 4 ? int64_t{arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position)}
+                        : arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
+}
+
 DC_DEVICE int load_expert(const void* topk_idx, int64_t position, int num_bytes) {
   if (num_bytes == 4) return arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position);
   const int64_t expert = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);

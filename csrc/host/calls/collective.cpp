@@ -96,12 +96,22 @@ CheckedCollective check(const CallContext& context, Collective op, const TensorR
   return checked;
 }
 
+// Of the type, the shape and `digest`: bytes may be as many where these differ.
+int agreed_of(const TensorRef& x, int digest) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x100000001b3u; };
+  add(static_cast<uint64_t>(x.type.id));
+  add(static_cast<uint64_t>(digest));
+  for (int dim = 0; dim < x.num_dims; ++dim) add(static_cast<uint64_t>(x.shape[dim]));
+  return static_cast<int>(hash >> 32 ^ hash);
+}
+
 // norm: of kAllReduceNorm; its output is made here, too.
 struct Collected {
   Object out, normed;
 };
 
-Collected run(CallContext& context, const CheckedCollective& checked, RowNorm norm,
+Collected run(CallContext& context, const CheckedCollective& checked, int digest, RowNorm norm,
               const std::vector<const void*>& inputs) {
   CallOrder order(context.order, {});
   MadeTensor out = context.memory.empty(checked.out, order);
@@ -124,7 +134,7 @@ Collected run(CallContext& context, const CheckedCollective& checked, RowNorm no
     args.multicast = context.staging.multicast;
     args.norm = norm;
     context.launch([&] {
-      context.engine.collective(args, checked.dtype, static_cast<int>(checked.x.type.id),
+      context.engine.collective(args, checked.dtype, agreed_of(checked.x, digest),
                                 checked.max_blocks, order.stream());
     });
   }
@@ -153,9 +163,9 @@ void launch_ordered(CallContext& context, const Launch& launch) {
 }
 
 Object collective(CallContext& context, Collective op, const TensorRef& x,
-                  const IntegerRef& num_sms) {
+                  const IntegerRef& num_sms, int digest) {
   context.begin();
-  return run(context, check(context, op, x, num_sms), {}, {x.object}).out;
+  return run(context, check(context, op, x, num_sms), digest, {}, {x.object}).out;
 }
 
 void require_like(const CallContext& context, const char* name, const TensorRef& tensor,
@@ -185,16 +195,17 @@ void require_like(const CallContext& context, const char* name, const TensorRef&
 
 }  // namespace
 
-Object all_gather(CallContext& context, const TensorRef& x, const IntegerRef& num_sms) {
-  return collective(context, Collective::kAllGather, x, num_sms);
+Object all_gather(CallContext& context, const TensorRef& x, const IntegerRef& num_sms, int digest) {
+  return collective(context, Collective::kAllGather, x, num_sms, digest);
 }
 
-Object reduce_scatter(CallContext& context, const TensorRef& x, const IntegerRef& num_sms) {
-  return collective(context, Collective::kReduceScatter, x, num_sms);
+Object reduce_scatter(CallContext& context, const TensorRef& x, const IntegerRef& num_sms,
+                      int digest) {
+  return collective(context, Collective::kReduceScatter, x, num_sms, digest);
 }
 
 Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod method,
-                  const IntegerRef& num_sms) {
+                  const IntegerRef& num_sms, int digest) {
   const int num_ranks = context.group.num_ranks;
   const int64_t most = num_ranks <= 4 ? kMostOneShotBytes : kMostOneShotBytesOfMany;
   // In one shot every rank asks the switch, whose order may differ from rank to rank. A sum of two
@@ -205,7 +216,7 @@ Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod meth
   const bool is_one_shot =
       method == AllReduceMethod::kAuto ? is_small : method == AllReduceMethod::kOneShot;
   return collective(context, is_one_shot ? Collective::kAllReduceOnce : Collective::kAllReduceTwice,
-                    x, num_sms);
+                    x, num_sms, digest);
 }
 
 std::pair<Object, Object> all_reduce_norm(CallContext& context, const TensorRef& x,
@@ -223,7 +234,7 @@ std::pair<Object, Object> all_reduce_norm(CallContext& context, const TensorRef&
   if (x.address % kVecBytes != 0) refuse_x("must begin at a multiple of 16 bytes");
   require_like(context, "residual", residual, x, 2);
   require_like(context, "weight", weight, x, 1);
-  Collected collected = run(context, checked,
+  Collected collected = run(context, checked, 0,
                             {.residual = pointer_of<uint8_t>(residual.address),
                              .weight = pointer_of<uint8_t>(weight.address),
                              .normed = nullptr,

@@ -8,11 +8,13 @@ namespace deep_comm {
 enum class AllReduceMethod : int { kAuto, kOneShot, kTwoShot };
 
 // Each returns its output, a tensor of the framework's, and runs on the caller's stream. num_sms: the
-// most blocks. Throw CallError: kArgument, kBufferTooSmall; kRecorded.
-Object all_gather(CallContext& context, const TensorRef& x, const IntegerRef& num_sms);
-Object reduce_scatter(CallContext& context, const TensorRef& x, const IntegerRef& num_sms);
+// most blocks. digest: of what else the ranks must agree on, besides the type and the shape of x. Throw
+// CallError: kArgument, kBufferTooSmall; kRecorded.
+Object all_gather(CallContext& context, const TensorRef& x, const IntegerRef& num_sms, int digest);
+Object reduce_scatter(CallContext& context, const TensorRef& x, const IntegerRef& num_sms,
+                      int digest);
 Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod method,
-                  const IntegerRef& num_sms);
+                  const IntegerRef& num_sms, int digest);
 // (round(residual + sum of x) with every row normalised, the same before that); see device/tp/norm.cuh.
 std::pair<Object, Object> all_reduce_norm(CallContext& context, const TensorRef& x,
                                           const TensorRef& residual, const TensorRef& weight,

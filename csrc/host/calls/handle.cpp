@@ -200,17 +200,19 @@ std::shared_ptr<DispatchRecord> record_of(const CallContext& context, const Give
   return record;
 }
 
-std::shared_ptr<DispatchRecord> check_handle(const CallContext& context,
-                                             const HandleRequest& request) {
-  std::shared_ptr<DispatchRecord> record = request.record ? request.record : request.read();
-  if (record->owner == context.token) return record;
-  const BufferToken& maker = *record->owner;
+void require_same_group(const CallContext& context, int rank, const BufferToken& maker) {
   require_group(context, maker.num_ranks, maker.num_nodes);
-  require_rank(context, record->rank);
+  require_rank(context, rank);
   require_members(context, maker.members);
   if (maker.device_name != context.device_name) {
     refuse_handle(maker.device_name, "must be on " + context.device_name);
   }
+}
+
+std::shared_ptr<DispatchRecord> check_handle(const CallContext& context,
+                                             const HandleRequest& request) {
+  std::shared_ptr<DispatchRecord> record = request.record ? request.record : request.read();
+  if (record->owner != context.token) require_same_group(context, record->rank, *record->owner);
   return record;
 }
 

@@ -46,6 +46,10 @@ struct GivenHandle {
 // Checks what was given, of the tier of the Buffer. Throws CallError: kArgument, kHandleMismatch.
 std::shared_ptr<DispatchRecord> record_of(const CallContext& context, const GivenHandle& given);
 
+// A handle of another Buffer: its maker was this rank of the same group, with the same ranks absent.
+// Throws CallError kHandleMismatch.
+void require_same_group(const CallContext& context, int rank, const BufferToken& maker);
+
 // The record of a call's handle. Throws CallError: the same.
 std::shared_ptr<DispatchRecord> check_handle(const CallContext& context,
                                              const HandleRequest& request);

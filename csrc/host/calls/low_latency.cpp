@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "device/move/logfmt.cuh"
+#include "host/calls/handle.hpp"
 
 namespace deep_comm {
 
@@ -311,8 +312,8 @@ ReservedLowLatencyDispatch::ReservedLowLatencyDispatch(CallContext& context,
   }
   MadeTensor metadata = memory.empty(form.metadata, order_);
   call.metadata = metadata.address;
-  result.record = std::make_shared<LowLatencyDispatchRecord>(
-      LowLatencyDispatchRecord{checked_.form_, call.num_tokens, std::move(metadata)});
+  result.record = std::make_shared<LowLatencyDispatchRecord>(LowLatencyDispatchRecord{
+      checked_.form_, context.token, context.group.rank, call.num_tokens, std::move(metadata)});
   result.recv_count = result.record->part("recv_count");
   if (!checked_.has_hook_) return;
   result.record->state = LowLatencyDispatchRecord::State::kWaits;
@@ -333,10 +334,7 @@ void LowLatencyCalls::require_handle(const LowLatencyDispatchRecord* handle,
     refuse_argument("handle", given_property(Which::kTypeName, handle_object),
                     "must be what low_latency_dispatch returned");
   }
-  const std::shared_ptr<const LowLatencyMembers>& members = handle->form->members;
-  if (members == settings_.members || *members == *settings_.members) return;
-  refuse_argument("handle", "rank " + std::to_string(members->rank),
-                  "must be of this rank (" + std::to_string(settings_.members->rank) + ")");
+  if (handle->owner != context_.token) require_same_group(context_, handle->rank, *handle->owner);
 }
 
 // Combine reads the rows' slots from the metadata: until dispatch's receive phase has run they are

@@ -17,14 +17,6 @@
 
 namespace deep_comm {
 
-// The ranks that a handle belongs to.
-struct LowLatencyMembers {
-  int rank = 0;
-  std::vector<std::string> names;
-
-  bool operator==(const LowLatencyMembers&) const = default;
-};
-
 // A part of a handle's metadata block.
 struct LowLatencyHandlePart {
   const char* name;
@@ -35,7 +27,6 @@ struct LowLatencyHandlePart {
 // Calls of one shape with the same options: what follows from these, worked out once.
 struct LowLatencyForm {
   LowLatencyPlan plan;
-  std::shared_ptr<const LowLatencyMembers> members;
   std::shared_ptr<Framework> framework;
   int num_local_experts = 0;  // L
   int64_t num_rows = 0;       // N
@@ -60,6 +51,8 @@ struct LowLatencyDispatchRecord {
   };
 
   std::shared_ptr<const LowLatencyForm> form;
+  std::shared_ptr<const BufferToken> owner;
+  int rank = 0;
   int num_tokens = 0;
   MadeTensor metadata;
   State state = State::kReceived;
@@ -125,7 +118,6 @@ struct LowLatencyCombineResult {
 };
 
 struct LowLatencySettings {
-  std::shared_ptr<const LowLatencyMembers> members;
   std::shared_ptr<Framework> framework;
   bool can_shrink = false;               // the Buffer has rank masks
   std::optional<int> num_wanted_blocks;  // DEEP_COMM_NUM_SMS
@@ -226,7 +218,8 @@ class LowLatencyCalls {
   int num_blocks(const IntegerRef& num_max_tokens, const IntegerRef& hidden,
                  const IntegerRef& num_topk, const IntegerRef& num_experts) const;
 
-  // Throws CallError kArgument unless the handle is of this rank of this group.
+  // Throws CallError: kArgument if it is no handle, kHandleMismatch if it is not of this rank of this
+  // group.
   void require_handle(const LowLatencyDispatchRecord* handle, const void* handle_object) const;
   // Where callers may write the rows of the next combine: null until one is kept.
   const MadeTensor* combine_buffer(const LowLatencyForm& form) const;

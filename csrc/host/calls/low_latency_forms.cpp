@@ -143,7 +143,6 @@ LowLatencyForm LowLatencyCalls::make_form(LowLatencyOptions options) const {
   const int num_ranks = context_.group.num_ranks;
   LowLatencyForm form;
   form.plan = context_.engine.plan_low_latency(options);
-  form.members = settings_.members;
   form.framework = settings_.framework;
   form.num_local_experts = context_.group.num_local_experts(options.num_experts);
   form.num_rows = int64_t{num_ranks} * options.num_max_tokens;

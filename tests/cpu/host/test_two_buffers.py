@@ -56,3 +56,29 @@ def test_a_handle_of_the_same_ranks_in_another_order_is_named_as_that(group, /) 
         match = "of this rank" if one.rank != 1 else "one of other ranks"
         with pytest.raises(HandleMismatch, match=match):
             two.combine(received[0], received[4])
+
+
+@run_by(local.run, 3, timeout_s=60)
+def test_a_low_latency_handle_is_good_in_buffers_of_the_same_ranks_only(group, /) -> None:
+    sizes = dict(low_latency_mode=True, device="cpu")
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(3, 64, 3, 6)
+    with (
+        deep_comm.Buffer(group, 0, num_bytes, **sizes) as one,
+        deep_comm.Buffer(group, 0, num_bytes, **sizes) as same,
+        deep_comm.Buffer(group.subgroup([2, 1, 0]), 0, num_bytes, **sizes) as turned,
+        deep_comm.Buffer(group.subgroup([group.rank()]), 0, num_bytes, **sizes) as alone,
+    ):
+        x = torch.full((3, 64), float(one.rank + 1), dtype=torch.bfloat16)
+        idx, weights = torch.arange(3).unsqueeze(1), torch.ones(3, 1)
+        rows, _, handle, _, _ = one.low_latency_dispatch(x, idx, 3, 6, use_fp8=False)
+        others = (
+            (turned, "of this rank" if one.rank != 1 else "one of other ranks"),
+            (alone, "this group of 1 ranks; got 3 ranks"),
+        )
+        for buffer, match in others:
+            with pytest.raises(HandleMismatch, match=match):
+                buffer.low_latency_combine(rows, idx, weights, handle)
+            with pytest.raises(HandleMismatch, match=match):
+                buffer.get_next_low_latency_combine_buffer(handle)
+        for buffer in (same, one):
+            assert torch.equal(buffer.low_latency_combine(rows, idx, weights, handle)[0], x)

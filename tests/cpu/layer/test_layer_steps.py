@@ -17,7 +17,7 @@ from payload import assert_same_bits
 
 import deep_comm
 from deep_comm import ExpertBatch, local
-from deep_comm.errors import ArgumentError
+from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.layer.construction import most_rows
 from deep_comm.layer.host_counters import shared_counters
 
@@ -330,3 +330,62 @@ def test_a_step_that_raises_before_its_launch_has_told_nobody(
 
     monkeypatch.setattr(torch, "empty_strided", empty_or_fail)
     assert local.run(main, 2, timeout_s=30) == [["decode", "prefill"]] * 2
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_a_batch_of_a_layer_of_another_shape_is_refused(mode: str) -> None:
+    case = LayerCase(((4, 3),), 8, 8)
+
+    def fn(group: Any) -> None:
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            layer, same, fewer, turned, prefills = (
+                stack.enter_context(build(each, dataclasses.replace(case, **change)))
+                for each, change in (
+                    (group, {}),
+                    (group, {}),
+                    (group, dict(experts=4, topk=1)),
+                    (group.subgroup([1, 0]), {}),
+                    (group, dict(mode="prefill")),
+                )
+            )
+            batch = layer.dispatch(*inputs(case, layer.buffer.rank, 0), mode=mode)
+            refused = [
+                (fewer, "batch must be of a layer with top-1 of 4 experts; got one of top-2 of 8"),
+                (turned, "handle must be of this rank"),
+            ]
+            if mode == "decode":
+                refused.append((prefills, "batch must be a prefill batch.*got a decode batch"))
+            for other, match in refused:
+                for combine in (other.combine, other.combine_async):
+                    with pytest.raises(HandleMismatch, match=match):
+                        combine(batch, batch.x)
+            expected = layer.combine(batch, batch.x)
+            assert_same_bits(same.combine(batch, batch.x), expected, "another of the same shape")
+
+    local.run(fn, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("given", [None, torch.zeros(2), ("batch",)])
+def test_what_is_no_batch_is_named(given: Any) -> None:
+    case = LayerCase(((4,),), 8, 8)
+
+    def fn(group: Any) -> None:
+        with build(group, case) as layer, torch.no_grad():
+            batch = layer.dispatch(*inputs(case, 0, 0))
+            for combine in (layer.combine, layer.combine_async):
+                with pytest.raises(ArgumentError, match=f"got a {type(given).__name__}") as caught:
+                    combine(given, batch.x)
+                assert caught.value.argument == "batch"
+            layer.combine(batch, batch.x)
+
+    local.run(fn, 1, timeout_s=60)
+
+
+@pytest.mark.parametrize("num_experts", [10**7, (56 << 10) + 1, 0, "8"])
+def test_more_experts_than_kernels_count_are_named_as_given(num_experts: Any) -> None:
+    case = LayerCase(((4,),), 8, 8, experts=num_experts)
+    given = "got '8' of type str" if num_experts == "8" else f"got {num_experts}"
+    with pytest.raises(ArgumentError, match=f"^num_experts must be .*{given}"):
+        local.run(lambda group: build(group, case), 1, timeout_s=60)
+    with pytest.raises(ArgumentError, match="^num_max_experts must be"):
+        deep_comm.Buffer(None, 1 << 20, num_max_experts=num_experts, device="cpu")

@@ -251,7 +251,7 @@ def test_as_many_experts_as_a_block_has_counters_for() -> None:
     _alone(body, num_max_experts=most)
 
 
-@pytest.mark.parametrize("bad", [E, E + 100, -2, 2**40])
+@pytest.mark.parametrize("bad", [E, E + 100, -2, 2**32, 2**32 - 2, -(2**40)])
 @run_by(_alone)
 def test_an_expert_index_out_of_range_is_named_with_its_place(buffer: Buffer, /, bad: int) -> None:
     idx = _inputs()["topk_idx"]
@@ -260,7 +260,8 @@ def test_an_expert_index_out_of_range_is_named_with_its_place(buffer: Buffer, /,
         buffer.get_dispatch_layout(idx, E)
     assert (caught.value.rank, caught.value.position) == (0, 3 * K + 1)
     assert "topk_idx[3, 1]" in str(caught.value)
-    assert caught.value.num_experts == E
+    assert (caught.value.num_experts, caught.value.value) == (E, bad)
+    assert str(caught.value).endswith(f"got {bad}")
     _require_working(buffer)
 
 

@@ -10,7 +10,7 @@ import torch
 from collectives import ring, verify_ring
 from run_by import run_by
 
-from deep_comm import errors, local, processes, simulate
+from deep_comm import errors, local, processes, simulate, tp
 from deep_comm.symmetric import SymmetricMemory
 
 
@@ -103,6 +103,14 @@ REFUSED = {
     "peer": lambda memory, words: words.wait(0, 1),
     "count": lambda memory, words: memory.words(0),
     "shape": lambda memory, words: memory.empty((-1,), torch.int8),
+    "shape must be a sequence of integers; got 5": lambda memory, words: memory.empty(
+        5, torch.int8
+    ),
+    "shape must be a sequence of integers; got None": lambda memory, words: memory.empty(
+        None, torch.int8
+    ),
+    "dtype must be a torch.dtype; got 'int8'": lambda memory, words: memory.empty((1,), "int8"),
+    "dtype must be a torch.dtype; got None": lambda memory, words: memory.empty((1,), None),
 }
 
 
@@ -113,6 +121,8 @@ def test_bad_arguments_are_refused(group: Any, /, argument: str) -> None:
         words = memory.words(1)
         with pytest.raises(errors.ArgumentError, match=argument):
             REFUSED[argument](memory, words)
+        # None has taken memory, nor an agreement.
+        assert memory.empty(torch.Size([2]), torch.int8).shape == (2,)
 
 
 @run_by(local.run, 1, timeout_s=60)
@@ -121,6 +131,12 @@ def test_after_destroy_calls_say_so(group: Any, /) -> None:
     box, words = memory.empty((1,), torch.int8), memory.words(1)
     memory.destroy()
     memory.destroy()
-    for use in (lambda: box.peer(0), lambda: words.signal(0, 0), memory.barrier):
+    uses = (
+        lambda: box.peer(0),
+        lambda: words.signal(0, 0),
+        memory.barrier,
+        lambda: tp.register("a group", memory),
+    )
+    for use in uses:
         with pytest.raises(errors.BufferDestroyed):
             use()

@@ -50,31 +50,92 @@ def test_a_group_without_memory_is_named() -> None:
         ops.fused_matmul_reduce_scatter(numbers(0, 2, 4), numbers(0, 4, 4), "sum", 0, "nobody")
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_shapes_and_strides_for_the_compiler_are_those_of_the_results(dim: int) -> None:
+def significant_strides(tensor: torch.Tensor) -> list[int | None]:
+    """None where no element is found by it; compilers do not look at those."""
+    matters = lambda extent: extent > 1 and tensor.numel() > 0
+    return [
+        stride if matters(extent) else None
+        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6), (1, 4, 6), (4, 1, 6), (0, 4, 6), (4, 6)])
+@pytest.mark.parametrize("dim", [0, 1, -2, 2, -1])
+def test_shapes_and_strides_for_the_compiler_are_those_of_the_results(
+    dim: int, shape: tuple[int, ...]
+) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    if dim == len(shape):
+        return
+    is_last = dim % len(shape) == len(shape) - 1
+    has_parts = is_last or shape[dim] % 2 == 0
+    fp8 = torch.float8_e4m3fn
+
     def fn(memory: SymmetricMemory, name: str) -> list[Any]:
-        x, weights = numbers(memory.rank, 2, 4, 6), [numbers(9, 6, 3), numbers(8, 6, 5)]
-        calls = [
+        depth = 12 if is_last else 6
+        x, weights = numbers(memory.rank, *shape), [numbers(9, depth, 4), numbers(8, depth, 2)]
+        scale = torch.ones(())
+        gathers = [
             lambda x, weights: ops.fused_all_gather_matmul(x, weights, dim, name),
             lambda x, weights: ops.fused_all_gather_matmul(x, weights, dim, name, return_A=False),
-            lambda x, weights: ops.fused_matmul_reduce_scatter(x, weights[0], "sum", dim, name),
+            lambda x, weights: ops.fused_all_gather_matmul(
+                x.mT.contiguous().mT, weights, dim, name
+            ),
         ]
+        scaled = [
+            lambda x, weights: ops.fused_all_gather_scaled_matmul(
+                x.to(fp8), [each.to(fp8) for each in weights], scale, [scale] * 2, dim, name,
+                [None] * 2, [None] * 2, [torch.bfloat16] * 2, [False] * 2,
+            ),
+        ]  # fmt: skip
+        scatters = [
+            lambda x, weights: ops.fused_matmul_reduce_scatter(
+                x, weights[0][:6], "sum", dim, name
+            ),
+            lambda x, weights: ops.fused_scaled_matmul_reduce_scatter(
+                x.to(fp8), weights[0][:6].to(fp8), scale, scale, "sum", dim, dim, name, None,
+                None, None, torch.bfloat16,
+            ),
+        ]  # fmt: skip
+        calls = [*gathers, *(scaled * (not is_last)), *(scatters * has_parts)]
         real = [call(x, weights) for call in calls]
         fake_mode = FakeTensorMode()
+        scale = fake_mode.from_tensor(scale)
         with fake_mode:
             fake = [
                 call(fake_mode.from_tensor(x), [fake_mode.from_tensor(each) for each in weights])
                 for call in calls
             ]
         layout = lambda results: torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda each: (each.shape, each.stride(), each.dtype), results
+            torch.Tensor, lambda each: (each.shape, significant_strides(each), each.dtype), results
         )
         return [layout(real), layout(fake)]
 
     (real, fake), _ = together(fn)
     assert real == fake
+
+
+@pytest.mark.parametrize("used", [{0}, {1}, {2}, {0, 2}, {1, 2}])
+def test_results_that_a_loss_does_not_use_have_gradients_of_zero(used: set[int]) -> None:
+    """0: what was gathered; 1 and 2: the products."""
+
+    def fn(memory: SymmetricMemory, name: str) -> list[torch.Tensor]:
+        x = numbers(memory.rank, 2, 6).requires_grad_()
+        weights = [numbers(10, 6, 4).requires_grad_(), numbers(20, 6, 3).requires_grad_()]
+        gathered, outs = ops.fused_all_gather_matmul(x, weights, 0, name)
+        sum((gathered, *outs)[each].sum() for each in used).backward()
+        return [x.grad, *(each.grad for each in weights)]
+
+    xs = torch.cat([numbers(rank, 2, 6) for rank in range(2)]).requires_grad_()
+    weights = [numbers(10, 6, 4).requires_grad_(), numbers(20, 6, 3).requires_grad_()]
+    loss = sum((xs, xs @ weights[0], xs @ weights[1])[each].sum() for each in used)
+    loss.backward()
+    for rank, grads in enumerate(together(fn)):
+        assert torch.equal(grads[0], 2 * xs.grad[2 * rank : 2 * rank + 2])  # of both ranks' losses
+        for got, weight in zip(grads[1:], weights, strict=True):
+            wanted = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            assert torch.equal(torch.zeros_like(weight) if got is None else got, wanted)
 
 
 def test_gradients_are_those_of_the_whole_computation() -> None:

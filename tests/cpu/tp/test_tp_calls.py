@@ -6,6 +6,7 @@ refused, and the SymmetricMemory stays usable.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,70 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[SymmetricMemory], Any]]
             ones(4, 4), ones(4, 4), memory, method="decomposed"
         ),
     ),
+    # as many bytes
+    "as many elements in other rows": (
+        lambda memory: tp.all_gather(ones(2, 8), memory),
+        lambda memory: tp.all_gather(ones(8, 2), memory),
+    ),
+    "as many elements to scatter": (
+        lambda memory: tp.reduce_scatter(ones(2, 8), memory),
+        lambda memory: tp.reduce_scatter(ones(8, 2), memory),
+    ),
+    "as many elements to add": (add, lambda memory: add(memory, ones(2, 4))),
+    "more dimensions": (
+        lambda memory: tp.all_gather(ones(2, 8), memory),
+        lambda memory: tp.all_gather(ones(2, 2, 4), memory),
+    ),
 }
+
+
+def _product(op: str, x: tuple[int, ...] = (4, 4, 8), **options: Any) -> Any:
+    return lambda memory, method: getattr(tp, op)(
+        ones(*x), ones(8, 4), memory, method=method, **options
+    )
+
+
+def _of_fp8(*shapes: tuple[int, ...]) -> Any:
+    return lambda memory, method: tp.all_gather_matmul(
+        ones(4, 256).to(fp8), ones(256, 8).to(fp8), memory, method=method,
+        scales=tuple(ones(shape) for shape in shapes),
+    )  # fmt: skip
+
+
+# Products of as many rows and columns: what all ranks but one call, and that one.
+DIFFERENT_PRODUCTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "gather_dim": (_product("all_gather_matmul"), _product("all_gather_matmul", gather_dim=1)),
+    "rows of a gather": (
+        _product("all_gather_matmul"), _product("all_gather_matmul", (2, 8, 8))
+    ),
+    "dimensions of a gather": (
+        _product("all_gather_matmul"), _product("all_gather_matmul", (16, 8))
+    ),
+    "forms of scales": (_of_fp8((), ()), _of_fp8((4, 1), (1, 8))),
+    "scatter_dim": (
+        _product("matmul_reduce_scatter"), _product("matmul_reduce_scatter", scatter_dim=1)
+    ),
+    "reduce_op": (
+        _product("matmul_reduce_scatter"), _product("matmul_reduce_scatter", reduce_op="avg")
+    ),
+    "rows of a scatter": (
+        _product("matmul_reduce_scatter"), _product("matmul_reduce_scatter", (2, 8, 8))
+    ),
+    "rows of a sum": (_product("matmul_all_reduce"), _product("matmul_all_reduce", (16, 8))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["unfused", "decomposed"])
+@pytest.mark.parametrize("name", DIFFERENT_PRODUCTS)
+def test_ranks_whose_products_differ_in_what_moves_as_many_bytes_are_named(
+    name: str, method: str
+) -> None:
+    of_others, of_one = DIFFERENT_PRODUCTS[name]
+    call = lambda memory: (of_one if memory.rank == 1 else of_others)(memory, method)
+    for error in together(call, 2, return_errors=True):
+        assert isinstance(error, errors.ConfigMismatch), error
+    for alike in (of_others, of_one):
+        together(lambda memory, alike=alike: alike(memory, method), 2)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -173,10 +237,73 @@ REFUSED: dict[str, Callable[[SymmetricMemory], Any]] = {
     "must be a deep_comm.symmetric.SymmetricMemory": lambda m: tp.all_gather_matmul(
         ones(2, 4), ones(4, 4), None
     ),
-    "one number, or a row": lambda m: tp.all_gather_matmul(
-        ones(2, 4).to(fp8), ones(4, 4).to(fp8), m, scales=(ones(3), ones(()))
+    "must be None with out": lambda m: tp.all_gather(
+        ones(2, 4), m, out=m.empty((4, 4), torch.float32), num_sms=1
     ),
 }
+
+
+# [4, 256] times [256, 384]
+SCALES_REFUSED = {
+    "another number of rows": ((2, 1), (1, 384)),
+    "no columns": ((4,), (384,)),
+    "a number and columns": ((), (1, 384)),
+    "rows and a number": ((4, 1), ()),
+    "blocks and columns": ((4, 2), (1, 384)),
+    "rows and blocks": ((4, 1), (2, 3)),
+    "too many blocks of x": ((4, 3), (2, 3)),
+    "too few blocks of a weight": ((4, 2), (2, 1)),
+    "more blocks than 128 x 128": ((4, 2), (3, 3)),
+    "rows of a weight": ((4, 1), (256, 1)),
+    "nothing": ((0,), ()),
+    "another number of elements": ((4, 256), (256, 384)),
+}
+SCALES_TAKEN = [((), ()), ((1,), (1, 1)), ((4, 1), (1, 384)), ((4, 2), (2, 3))]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_scales_of_another_shape_or_dtype_are_refused(op: str) -> None:
+    def call(memory: SymmetricMemory, shapes: Any, dtype: torch.dtype = torch.float32) -> Any:
+        x, weight = ones(4, 256).to(fp8), ones(256, 384).to(fp8)
+        scales = tuple(torch.full(shape, 0.5, dtype=dtype) for shape in shapes)
+        return getattr(tp, op)(x, weight, memory, scales=scales)
+
+    def fn(memory: SymmetricMemory) -> None:
+        for shapes in SCALES_REFUSED.values():
+            with pytest.raises(errors.ArgumentError, match="one for each row of x") as caught:
+                call(memory, shapes)
+            assert caught.value.argument == "scales"
+            assert caught.value.value == [list(shape) for shape in shapes]
+        for dtype in (torch.float64, torch.bfloat16, torch.int32):
+            with pytest.raises(errors.ArgumentError, match=f"float32; got {dtype}"):
+                call(memory, SCALES_TAKEN[0], dtype)
+        for shapes in SCALES_TAKEN:
+            out = call(memory, shapes)
+            out = out[1][0] if op == "all_gather_matmul" else out
+            assert (out == (64 if op == "all_gather_matmul" else 128)).all()
+
+    together(fn, 2)
+
+
+def test_scales_of_one_row_are_gathered_as_those_of_many() -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        x, weight = ones(1, 16).to(fp8), ones(16, 2).to(fp8)
+        scales = (torch.full((1, 1), 2.0**memory.rank), torch.ones(1, 2))
+        for method in ("unfused", "decomposed"):
+            _, (out,) = tp.all_gather_matmul(x, weight, memory, scales=scales, method=method)
+            assert out.tolist() == [[16, 16], [32, 32], [64, 64]], (method, out)
+
+    together(fn, 3)
+
+
+def test_the_last_block_of_scales_may_be_smaller() -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        x, weight = ones(2, 200).to(fp8), ones(200, 2).to(fp8)
+        scales = (torch.tensor([[1.0, 2.0]] * 2), torch.tensor([[1.0], [1.0]]))
+        _, (out,) = tp.all_gather_matmul(x, weight, memory, scales=scales, out_dtype=torch.float32)
+        assert (out == 128 + 2 * 72).all(), out
+
+    together(fn, 2)
 
 
 @pytest.mark.parametrize("rule", REFUSED)
@@ -220,6 +347,12 @@ def test_an_x_without_room_says_how_much_it_needs(
         ("scatter_dim", lambda m, x: tp.matmul_reduce_scatter(x, x.t(), m, scatter_dim=1.0)),
         ("method", lambda m, x: tp.all_reduce(x, m, method=["auto"])),
         ("out", lambda m, x: tp.all_gather(x, m, out=x)),
+        ("num_sms", lambda m, x: tp.all_gather(x, m, num_sms="2")),
+        ("group", lambda m, x: tp.register(5, m)),
+        ("group", lambda m, x: tp.register(None, m)),
+        ("group", lambda m, x: tp.install(5, m)),
+        ("group", lambda m, x: tp.install("unknown", m)),
+        ("memory", lambda m, x: tp.register("group", None)),
         ("multicast", lambda m, x: SymmetricMemory(None, 0, multicast=1, device="cpu")),
         ("scales", lambda m, x: _scaled(m, x, 1.0)),
         ("scales", lambda m, x: _scaled(m, x, (None, ones(())))),
@@ -238,6 +371,40 @@ def test_arguments_of_a_wrong_type_are_named(named: str, call: Any) -> None:
 def _scaled(memory: SymmetricMemory, x: torch.Tensor, scales: Any) -> Any:
     x = x.to(torch.float8_e4m3fn)
     return tp.all_gather_matmul(x, x.t(), memory, scales=scales)
+
+
+def test_an_x_in_out_lies_where_it_goes() -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        out = memory.empty((6, 4), torch.float32)
+        rows = torch.full((2, 4), float(memory.rank))
+        for first in range(5):
+            x = out.local[first : first + 2]
+            if first != 2 * memory.rank:
+                with pytest.raises(errors.ArgumentError, match="x must not lie in out"):
+                    tp.all_gather(x, memory, out=out)
+        x = out.local[2 * memory.rank :][:2]
+        x.copy_(rows)
+        for given in (x, rows):
+            whole = tp.all_gather(given, memory, out=out)
+            assert whole[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+    together(fn, 3)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_reduce_norm"])
+def test_a_gradient_that_ends_is_warned_of(op: str) -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        call = (lambda x, m: norm(m, x)) if op == "all_reduce_norm" else getattr(tp, op)
+        x = ones(2, 8).requires_grad_()
+        with pytest.warns(UserWarning, match=f"tp.{op} has no gradient.*fused_"):
+            call(x, memory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(ones(2, 8), memory)
+            with torch.no_grad():
+                call(x, memory)
+
+    together(fn, 1)
 
 
 def test_conjugates_and_signs_that_torch_only_noted_are_data() -> None:
