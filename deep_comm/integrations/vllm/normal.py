@@ -82,8 +82,9 @@ class NormalPrepareFinalize(PrepareFinalize):
     # ---- prepare -------------------------------------------------------------------------------
 
     def _send(self, step: Step) -> Pending[Prepared]:
-        if self._is_decoding():
-            return self._decode(step)
+        most_tokens = self._tokens_of_decoding()
+        if most_tokens is not None:
+            return self._decode(step, most_tokens)
         quant_config = step.quant_config
         tokens: Any = step.a1
         quantises_before = quant_config.is_block_quantized and not step.defer_input_quant
@@ -129,13 +130,14 @@ class NormalPrepareFinalize(PrepareFinalize):
 
         return receive
 
-    def _is_decoding(self) -> bool:
-        if self.decode_tokens == 0:
-            return False
-        most = self._most_tokens()
-        return most is not None and most <= self.decode_tokens
+    def _tokens_of_decoding(self) -> int | None:
+        """The most that a rank may have in this step; None: it is no decoding step."""
+        most = self._most_tokens() if self.decode_tokens else None
+        return max(1, most) if most is not None and most <= self.decode_tokens else None
 
-    def _decode(self, step: Step) -> Callable[[], Prepared]:
+    def _decode(self, step: Step, most_tokens: int) -> Callable[[], Prepared]:
+        """Rows for the experts are as many as can come in this step: they take their tiles from that.
+        Of a captured step it is the captured number, on all ranks."""
         a1, topk_ids, num_experts = step.a1, step.topk_ids, step.num_experts
         use_fp8 = not step.defer_input_quant and is_fp8_in_blocks(step.quant_config)
         if self.decode_buffer is None:
@@ -145,7 +147,7 @@ class NormalPrepareFinalize(PrepareFinalize):
         recv, recv_count, handle, _, hook = self.decode_buffer.low_latency_dispatch(
             a1,
             topk_ids,
-            self.decode_tokens,
+            most_tokens,
             num_experts,
             use_fp8=use_fp8,
             return_recv_hook=True,
@@ -165,12 +167,12 @@ class NormalPrepareFinalize(PrepareFinalize):
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=recv_count, expert_num_tokens_cpu=None
             )
-            # Nobody writes the rows past the received ones: no expert may look at them.
+            # Nobody writes the rows past the received ones: no expert may look at them. What becomes
+            # of them, weights included, combine does not read.
             places = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
-            is_real = places < handle.num_recv_tokens
-            local_ids = torch.where(is_real, handle.recv_topk_idx, -1).to(topk_ids.dtype)
-            weights = torch.where(is_real, handle.recv_topk_weights, 0.0)
-            return rows, scales, metadata, self._global_ids(local_ids, num_experts), weights
+            local_ids = torch.where(places < handle.num_recv_tokens, handle.recv_topk_idx, -1)
+            ids = self._global_ids(local_ids, num_experts).to(topk_ids.dtype)
+            return rows, scales, metadata, ids, handle.recv_topk_weights
 
         return receive
 
@@ -194,7 +196,7 @@ class NormalPrepareFinalize(PrepareFinalize):
     def _global_ids(self, local_ids: Tensor, num_experts: int) -> Tensor:
         """vLLM's experts take global indices, all of them valid: -1 becomes an expert elsewhere."""
         elsewhere = num_experts - 1 if self.rank_expert_offset == 0 else 0
-        return torch.where(local_ids == -1, elsewhere, local_ids + self.rank_expert_offset)
+        return torch.where(local_ids < 0, elsewhere, local_ids + self.rank_expert_offset)
 
     # ---- finalize ------------------------------------------------------------------------------
 

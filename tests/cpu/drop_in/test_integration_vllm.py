@@ -143,6 +143,8 @@ def test_standard_format_prefill_and_decode(
                 x, weights, ids, NUM_EXPERTS, None, False, quant(kind)
             )
             modes.append(meta.expert_num_tokens_cpu is None)
+            if modes[-1]:
+                assert len(a1q) == len(recv_ids) == num_ranks * most
             first = rank * num_local
             counts = [int((recv_ids == first + e).sum()) for e in range(num_local)]
             if not modes[-1]:
