@@ -185,9 +185,7 @@ def rival_ways(case: Case, inputs: Inputs) -> Ways:
 
         return {"NCCL": gather, "NCCL in place": gather_in_place}
     if not case.depth:
-        return {
-            "NCCL": lambda: scatter(x) if case.op == "reduce_scatter" else reduce(x.clone())
-        }
+        return {"NCCL": lambda: scatter(x) if case.op == "reduce_scatter" else reduce(x.clone())}
     ops, name_of_group = torch.ops.symm_mem, group.group_name
     if case.op == "all_gather_matmul":
         return {

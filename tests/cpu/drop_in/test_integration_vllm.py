@@ -424,11 +424,10 @@ def test_decode_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
         assert made.decode_tokens == 64
         forward_context.set_tokens_of_ranks(None)
-        assert not made._is_decoding()  # nobody tells: normal mode
-        forward_context.set_tokens_of_ranks(torch.tensor([3, 64]))
-        assert made._is_decoding()
-        forward_context.set_tokens_of_ranks(torch.tensor([65, 64]))
-        assert not made._is_decoding()
+        assert made._tokens_of_decoding() is None  # nobody tells: normal mode
+        for tokens, found in (([3, 64], 64), ([3, 2], 3), ([0, 0], 1), ([65, 64], None)):
+            forward_context.set_tokens_of_ranks(torch.tensor(tokens))
+            assert made._tokens_of_decoding() == found
 
     local.run(fn, 1, timeout_s=60)
 
