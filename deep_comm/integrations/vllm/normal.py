@@ -136,8 +136,8 @@ class NormalPrepareFinalize(PrepareFinalize):
         return max(1, most) if most is not None and most <= self.decode_tokens else None
 
     def _decode(self, step: Step, most_tokens: int) -> Callable[[], Prepared]:
-        """Rows for the experts are as many as can come in this step: they take their tiles from that.
-        Of a captured step it is the captured number, on all ranks."""
+        """The experts get as many rows as can come in this step, and take their tiles from that. A
+        captured step has the captured number on all ranks."""
         a1, topk_ids, num_experts = step.a1, step.topk_ids, step.num_experts
         use_fp8 = not step.defer_input_quant and is_fp8_in_blocks(step.quant_config)
         if self.decode_buffer is None:
@@ -167,8 +167,8 @@ class NormalPrepareFinalize(PrepareFinalize):
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=recv_count, expert_num_tokens_cpu=None
             )
-            # Nobody writes the rows past the received ones: no expert may look at them. What becomes
-            # of them, weights included, combine does not read.
+            # Nobody writes the rows past the received ones: no expert may look at them. Combine does
+            # not read what becomes of them, whatever their weights are.
             places = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
             local_ids = torch.where(places < handle.num_recv_tokens, handle.recv_topk_idx, -1)
             ids = self._global_ids(local_ids, num_experts).to(topk_ids.dtype)

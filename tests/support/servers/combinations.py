@@ -110,9 +110,9 @@ ROWS: tuple[Row, ...] = (
     *_rows("vllm", "offline", "deepseek-fp8", *_PLAIN, _V2),
     *_rows(
         "vllm", "http", "qwen", BASE, _HT, f"{_HT}:native", f"{_HT}:auto:graphs", f"{_LL}:graphs",
-        f"{_LL}:graphs:native", f"{_V2}:graphs", f"{_HT}:wrong", f"{_LL}:graphs:wrong", f"{_HT}:kill", f"{_LL}:graphs:kill",
-        f"{_HT}:refused", f"{_HT}:native:refused", f"{_LL}:graphs:eplb", f"{BASE}:gpus4",
-        f"{_HT}:gpus4", f"{_LL}:graphs:gpus4",
+        f"{_LL}:graphs:native", f"{_V2}:graphs", f"{_HT}:wrong", f"{_LL}:graphs:wrong",
+        f"{_HT}:kill", f"{_LL}:graphs:kill", f"{_HT}:refused", f"{_HT}:native:refused",
+        f"{_LL}:graphs:eplb", f"{BASE}:gpus4", f"{_HT}:gpus4", f"{_LL}:graphs:gpus4",
     ),
     *_rows("vllm", "http", "qwen-fp8", BASE, _HT, f"{_LL}:graphs", f"{_LL}:graphs:wrong"),
     *_rows("vllm", "http", "deepseek", BASE, _HT, f"{_LL}:graphs", f"{_LL}:graphs:wrong"),
