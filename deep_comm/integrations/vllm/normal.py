@@ -167,8 +167,8 @@ class NormalPrepareFinalize(PrepareFinalize):
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=recv_count, expert_num_tokens_cpu=None
             )
-            # Nobody writes the rows past the received ones: no expert may look at them. Combine does
-            # not read what becomes of them, whatever their weights are.
+            # Nobody writes the rows past the received ones: no expert may look at them. Combine
+            # reads none of them, whatever their weights are.
             places = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
             local_ids = torch.where(places < handle.num_recv_tokens, handle.recv_topk_idx, -1)
             ids = self._global_ids(local_ids, num_experts).to(topk_ids.dtype)
