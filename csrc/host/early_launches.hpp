@@ -1,6 +1,6 @@
-// When a launch may hold SMs before the one before it in its stream has ended: low-latency launches,
-// expand_rows, which waits beside its dispatch for rows of the peers, and combine of an expanded
-// output, beside combine_sums.
+// When a launch may hold SMs before the one before it in its stream has ended. Three kinds do so:
+// low-latency launches; expand_rows, beside its dispatch; combine of an expanded output, beside
+// combine_sums.
 //
 // Such a launch holds its SMs while it waits, so that one Buffer has two kernels on the device. With
 // one Buffer that does so no rank can be kept from its part of an operation: what waits for SMs is

@@ -5,21 +5,21 @@
 
 #include "host/rail_kernel_list.hpp"
 #include "host/rail_kernels.hpp"
+#include "host/word_hash.hpp"
 
 namespace deep_comm {
 
 inline uint64_t rail_fingerprint() {
-  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, of 64-bit words
-  const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x100000001b3u; };
-  add(sizeof(LaunchConfig));
-  add(sizeof(RailPort));
+  WordHash hash;
+  hash.add(sizeof(LaunchConfig));
+  hash.add(sizeof(RailPort));
   RailKernelList::for_each([&]<class KernelType>(int place, std::type_identity<KernelType>) {
-    add(static_cast<uint64_t>(place));
-    add(sizeof(typename KernelType::Args));
-    add(static_cast<uint64_t>(KernelType::kName));
-    add(static_cast<uint64_t>(KernelType::kMaxThreads));
+    hash.add(static_cast<uint64_t>(place));
+    hash.add(sizeof(typename KernelType::Args));
+    hash.add(static_cast<uint64_t>(KernelType::kName));
+    hash.add(static_cast<uint64_t>(KernelType::kMaxThreads));
   });
-  return hash;
+  return hash.value();
 }
 
 }  // namespace deep_comm

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "host/word_hash.hpp"
+
 namespace deep_comm {
 
 namespace {
@@ -98,12 +100,11 @@ CheckedCollective check(const CallContext& context, Collective op, const TensorR
 
 // Of the type, the shape and `digest`: bytes may be as many where these differ.
 int agreed_of(const TensorRef& x, int digest) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x100000001b3u; };
-  add(static_cast<uint64_t>(x.type.id));
-  add(static_cast<uint64_t>(digest));
-  for (int dim = 0; dim < x.num_dims; ++dim) add(static_cast<uint64_t>(x.shape[dim]));
-  return static_cast<int>(hash >> 32 ^ hash);
+  WordHash hash;
+  hash.add(static_cast<uint64_t>(x.type.id));
+  hash.add(static_cast<uint64_t>(digest));
+  for (int dim = 0; dim < x.num_dims; ++dim) hash.add(static_cast<uint64_t>(x.shape[dim]));
+  return static_cast<int>(hash.value() >> 32 ^ hash.value());
 }
 
 // norm: of kAllReduceNorm; its output is made here, too.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +37,12 @@ def _keep_decode_graphs() -> None:
     """
     try:
         from vllm.config.compilation import CompilationConfig
-    except ImportError:
+
+        set_up: Callable[..., None] = CompilationConfig.set_splitting_ops_for_v1
+    except (ImportError, AttributeError):
         return  # an older vLLM, which has its rule elsewhere
-    set_up: Callable[..., None] = CompilationConfig.set_splitting_ops_for_v1
-    if hasattr(set_up, "__wrapped__"):
+    is_known = "all2all_backend" in inspect.signature(set_up).parameters
+    if not is_known or hasattr(set_up, "__wrapped__"):
         return
 
     @functools.wraps(set_up)

@@ -86,6 +86,13 @@ def test_graphs_stay_where_they_hold_decoding_steps_alone(
 
 
 def test_graphs_of_an_older_vllm_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_a_backend(self: CompilationConfig) -> None: ...
+
+    monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", without_a_backend)
+    adapter.register()
+    assert CompilationConfig.set_splitting_ops_for_v1 is without_a_backend
+    monkeypatch.delattr(CompilationConfig, "set_splitting_ops_for_v1")
+    adapter.register()
     monkeypatch.setitem(sys.modules, "vllm.config.compilation", None)
     adapter.register()
     assert all2all.DeepEPHTAll2AllManager is adapter.NormalManager
