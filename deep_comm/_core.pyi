@@ -297,7 +297,7 @@ class LowLatencyCalls:
     # Functions without keywords. Ask for each once: a property makes it anew.
     dispatch: Callable[..., Any]  # (x, topk_idx, num_max_tokens, num_experts, cumulative_stats,
     # wait_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook, topk_weights,
-    # compact, report_num_tokens, use_nvfp4, global_scale)
+    # compact, report_num_tokens, use_nvfp4, global_scale, global_topk_idx)
     combine: Callable[..., Any]  # (x, topk_idx, topk_weights, handle, use_logfmt, zero_copy,
     # async_finish, return_recv_hook, out, wait_stats, one_rounding)
     wait_num_tokens: Callable[[], int]

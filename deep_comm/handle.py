@@ -321,8 +321,8 @@ class LowLatencyHandle:
             token, but the slot that its row came in, one of M for each source.
         recv_weights: float32 [R, M, K], if they came with dispatch; compact: None.
         num_recv_tokens: int32 [1]; None unless compact, like the next two.
-        recv_topk_idx: int32 [N, K], local expert, or -1.
-        recv_topk_weights: float32 [N, K], 0 where the index is -1; None without weights.
+        recv_topk_idx: int32 [N, K], local expert, or -1; with global_topk_idx global ones.
+        recv_topk_weights: float32 [N, K], 0 where no local expert is; None without weights.
     """
 
     __slots__ = ("_record",)

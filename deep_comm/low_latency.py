@@ -159,6 +159,7 @@ class LowLatencyCalls:
         report_num_tokens: bool = False,
         use_nvfp4: bool = False,
         x_global_scale: Tensor | None = None,
+        global_topk_idx: bool = False,
     ) -> LowLatencyDispatchResult:
         """Send each token to the ranks of its experts, once per rank. Collective.
 
@@ -185,6 +186,9 @@ class LowLatencyCalls:
             x_global_scale: float32, one element, on the device, with use_nvfp4. Default: 1. As a
                 rule 448 * 6 / the largest magnitude of x on any rank. Smaller is safe, larger
                 saturates.
+            global_topk_idx: of compact rows, handle.recv_topk_idx has global indices, for experts
+                that map them to local ones: all of them valid. Where no local expert is selected,
+                it is the index of an expert of another rank.
             async_finish: run on the Buffer's own stream and return an event to wait for.
             return_recv_hook: only send now, and return a hook that receives. Not with async_finish.
             topk_weights: float32 [T, K]: travels along, so that combine need not send it. On all
@@ -198,8 +202,9 @@ class LowLatencyCalls:
             recv_x: [L, R * M, H]: the rows of an expert, sorted by (source rank, source token). The
                 first recv_count rows of an expert count. With use_fp8 (recv_x, scales), scales [L,
                 R * M, S] stored by column. Compact: [R * M, H], rows sorted by (source rank, source
-                token). The first handle.num_recv_tokens rows count, with handle.recv_topk_idx and
-                .recv_topk_weights. With use_nvfp4 rows are uint8 [..., H / 2], and scales
+                token). The first handle.num_recv_tokens rows count. handle.recv_topk_idx has their
+                local experts, -1 where none is selected and in the other rows, and
+                .recv_topk_weights the weights, 0 there. With use_nvfp4 rows are uint8 [..., H / 2], and scales
                 float8_e4m3fn [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L), in the
                 tiles of 128 rows and 4 scales that cuBLAS and CUTLASS read for block-scaled GEMMs:
                 those of row 128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
@@ -230,7 +235,7 @@ class LowLatencyCalls:
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
             cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
             round_scale, use_ue8m0, async_finish, return_recv_hook, topk_weights, compact,
-            report_num_tokens, use_nvfp4, x_global_scale,
+            report_num_tokens, use_nvfp4, x_global_scale, global_topk_idx,
         )  # fmt: skip
         return named(LowLatencyDispatchResult, made)
 

@@ -67,10 +67,10 @@ py::object BoundLowLatency::hook_of(std::shared_ptr<LowLatencyPending> pending) 
 
 // As Buffer.low_latency_dispatch, all by position
 //   -> (recv_x or (recv_x, scales), recv_count, handle, event, hook)
-py::object BoundLowLatency::dispatch(const Arguments<16>& given) {
+py::object BoundLowLatency::dispatch(const Arguments<17>& given) {
   const auto [x, topk_idx, num_max_tokens, num_experts, cumulative_stats, wait_stats, use_fp8,
               round_scale, use_ue8m0, async_finish, return_recv_hook, topk_weights, compact,
-              report_num_tokens, use_nvfp4, global_scale] = given;
+              report_num_tokens, use_nvfp4, global_scale, global_topk_idx] = given;
   const TensorReader& reader = buffer->reader;
   ReservedLowLatencyDispatch reserved =
       calls.reserve(calls.check({.x = reader.read(x),
@@ -86,6 +86,7 @@ py::object BoundLowLatency::dispatch(const Arguments<16>& given) {
                                  .use_ue8m0 = read_flag(use_ue8m0),
                                  .use_nvfp4 = read_flag(use_nvfp4),
                                  .is_compact = read_flag(compact),
+                                 .has_global_idx = read_flag(global_topk_idx),
                                  .is_reporting = read_flag(report_num_tokens),
                                  .is_async = read_flag(async_finish),
                                  .has_hook = read_flag(return_recv_hook)}));

@@ -22,7 +22,7 @@ struct BoundLowLatency : std::enable_shared_from_this<BoundLowLatency> {
   pybind11::object tensors_event;  // TensorsEvent(event, tensors, the stream that owns these)
   LowLatencyCalls calls;
 
-  pybind11::object dispatch(const Arguments<16>& given);
+  pybind11::object dispatch(const Arguments<17>& given);
   pybind11::object combine(const Arguments<11>& given);
   pybind11::object wait_num_tokens(const Arguments<0>& none);
 

@@ -56,6 +56,7 @@ struct LowLatencyDispatchCall {
   bool receive;
   bool has_ticket;  // the one of the block
   bool is_reporting;
+  bool has_global_idx;     // compact rows
   uintptr_t global_scale;  // NVFP4
 };
 

@@ -85,7 +85,7 @@ class LowLatencyRegion:
         is_compact, nothing = True, (None, None)
         self._calls.dispatch(
             x, topk_idx, 1, 1, *nothing, False, False, False, False, False, None, is_compact,
-            False, False, None,
+            False, False, None, False,
         )  # fmt: skip
 
     # ---- masks ---------------------------------------------------------------------------------

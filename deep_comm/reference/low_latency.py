@@ -119,6 +119,7 @@ def low_latency_dispatch(
     compact: bool = False,
     use_nvfp4: bool = False,
     global_scales: Sequence[Tensor | None] | None = None,
+    global_topk_idx: bool = False,
 ) -> list[LowLatencyDispatched]:
     """What every rank receives: rows of an expert by (source rank, source token).
 
@@ -175,6 +176,9 @@ def low_latency_dispatch(
             for expert in range(num_local):
                 ranges[expert, source] = before[expert] << 32 | count[expert] - before[expert]
             token_ranges[source] = tokens_before << 32 | len(tokens) - tokens_before
+        if global_topk_idx:
+            other = 0 if first > 0 else num_experts - 1
+            recv_idx = torch.where(recv_idx < 0, other, recv_idx + first)
         if compact:
             rows = [(0, row, source, token) for row, (source, token) in enumerate(tokens)]
         num_groups = 1 if compact else num_local

@@ -34,6 +34,7 @@ class LowLatencyCase:
     use_ue8m0: bool = False
     use_nvfp4: bool = False
     compact: bool = False
+    global_topk_idx: bool = False  # of compact rows
     weights_ahead: bool = False  # with dispatch, not with combine
     one_rounding: bool = False
     mode: str = "plain"  # "hook": two phases; "late": two pairs at a time; "async"
@@ -94,6 +95,9 @@ class Range:
             weights_ahead=choose.random() < 0.4, one_rounding=one_rounding,
             mode=choose.choice(self.modes), zero_copy=choose.random() < 0.3,
         )  # fmt: skip
+        drawn["global_topk_idx"] = (
+            compact and num_ranks > 1 and drawn["experts"] > 1 and choose.random() < 0.5
+        )
         tokens = [choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)]
         return LowLatencyCase(tuple(tokens), max_tokens, **(drawn | options))
 
@@ -192,6 +196,7 @@ class Pair:
             async_finish=case.mode == "async", return_recv_hook=case.mode in ("hook", "late"),
             topk_weights=self.weights if case.weights_ahead else None, use_nvfp4=case.use_nvfp4,
             x_global_scale=self.global_scale, compact=case.compact,
+            global_topk_idx=case.global_topk_idx,
         )  # fmt: skip
         return self._hooked(event, hook)
 
@@ -345,7 +350,7 @@ def verify(case: LowLatencyCase, results: Sequence[Sequence[Received]]) -> None:
         xs, idxs, weights = zip(*(inputs_of(case, rank, call) for rank in ranks), strict=True)
         expected = reference.low_latency_dispatch(
             xs, idxs, case.max_tokens, case.experts, topk_weights=weights, use_fp8=case.use_fp8,
-            round_scale=case.round_scale, use_ue8m0=case.use_ue8m0, compact=case.compact,
+            round_scale=case.round_scale, use_ue8m0=case.use_ue8m0, compact=case.compact, global_topk_idx=case.global_topk_idx,
             use_nvfp4=case.use_nvfp4,
             global_scales=[global_scale_of(case, rank, call) for rank in ranks],
         )  # fmt: skip
@@ -369,12 +374,11 @@ def verify_dispatch(
         num_rows = expected.num_recv_tokens
         assert got.num_recv_tokens == num_rows, where
         assert got.recv_topk_idx is not None
-        idx = expected.recv_topk_idx[:num_rows]
-        assert_same_bits(got.recv_topk_idx[:num_rows], idx, f"{where}: recv_topk_idx")
+        assert_same_bits(got.recv_topk_idx, expected.recv_topk_idx, f"{where}: recv_topk_idx")
         if case.weights_ahead:
             assert got.recv_topk_weights is not None and expected.recv_topk_weights is not None
-            weights = expected.recv_topk_weights[:num_rows]
-            assert_same_bits(got.recv_topk_weights[:num_rows], weights, f"{where}: recv_weights")
+            weights = expected.recv_topk_weights
+            assert_same_bits(got.recv_topk_weights, weights, f"{where}: recv_weights")
         groups = [(..., num_rows)]
     else:
         groups = [(expert, count) for expert, count in enumerate(expected.recv_count.tolist())]

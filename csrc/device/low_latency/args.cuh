@@ -72,7 +72,9 @@ struct LowLatencyOutputs {
   int32_t* src_info;       // [L, R*M] or [R*M]: source token
   int64_t* layout_range;   // [L, R] or [R]: first row << 32 | rows
   int32_t* num_recv;       // compact: [1]
-  int32_t* compact_idx;    // compact: [R*M, K] local experts, or -1
+  int32_t* compact_idx;    // compact: [R*M, K], see idx_of
+  int32_t first_idx;       // of local expert 0: 0, or its global index
+  int32_t other_idx;       // where none is selected: -1, or the index of another rank's expert
   float* compact_weights;  // compact: [R*M, K], or null
   // for combine
   int32_t* recv_tokens;  // [R]: tokens of each source
@@ -81,6 +83,12 @@ struct LowLatencyOutputs {
   // statistics
   int32_t* cumulative_stats;  // [L], += rows, or null
   int64_t* wait_stats;        // [R], += nanoseconds, or null
+
+  // The index of a selection in compact_idx; local_expert is negative if it is no expert of this
+  // rank.
+  DC_HOST_DEVICE int32_t idx_of(int local_expert) const {
+    return local_expert < 0 ? other_idx : first_idx + local_expert;
+  }
 };
 
 struct LowLatencyDispatchArgs {

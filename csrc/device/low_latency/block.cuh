@@ -244,6 +244,18 @@ DC_DEVICE void write_received(const LowLatencyOutputs& out, int column, int32_t 
   }
 }
 
+// The block: compact rows past the received ones select no expert of this rank.
+DC_DEVICE void write_unused_rows(const LowLatencyOutputs& out, const LowLatencyShape& shape,
+                                 int num_ranks, int num_received) {
+  if (!out.is_compact) return;
+  const int end = num_ranks * shape.num_max_tokens * shape.num_topk;
+  for (int idx = num_received * shape.num_topk + arch::thread_idx(); idx < end;
+       idx += arch::num_threads()) {
+    arch::st_weak(out.compact_idx + idx, out.other_idx);
+    if (out.compact_weights != nullptr) arch::st_weak(out.compact_weights + idx, 0.0f);
+  }
+}
+
 // One warp, lane r: waits until source r has begun the same operation. A rank that is not in
 // `sources` has no tokens. Block 0 measures the time for the statistics.
 DC_DEVICE bool await_announcements(const Context& context, const LowLatencyBuffer& buffer,

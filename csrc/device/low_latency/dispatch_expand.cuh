@@ -81,7 +81,7 @@ DC_DEVICE bool find_output_rows(const Context& context, const LowLatencyDispatch
       if (k == 0) arch::st_weak(out.recv_rows + token_row, row);
       const int64_t position = static_cast<int64_t>(row) * num_topk + k;
       if (row >= 0) {
-        arch::st_weak(out.compact_idx + position, route.local_expert);
+        arch::st_weak(out.compact_idx + position, out.idx_of(route.local_expert));
         if (out.compact_weights != nullptr)
           arch::st_weak(out.compact_weights + position, route.weight);
       }

@@ -104,6 +104,7 @@ DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemor
     arch::st_weak(out.recv_tokens + arch::thread_idx(),
                   memory.header->num_tokens[arch::thread_idx()]);
   }
+  write_unused_rows(out, args.shape, num_ranks, first_row(memory, num_local, num_ranks, 0));
 }
 
 // One warp, after the announcements: tells the host, which may be waiting, the maximum number of

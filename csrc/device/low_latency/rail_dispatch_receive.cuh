@@ -281,7 +281,8 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
     const Route route = Route::unpack(taken.routes[part]);
     const bool is_here = ranks.ranks[part] == group.rank;
     const int64_t position = static_cast<int64_t>(compact_row) * num_topk + k;
-    arch::st_weak(out.compact_idx + position, is_here ? route.local_expert - first_expert : -1);
+    arch::st_weak(out.compact_idx + position,
+                  out.idx_of(is_here ? route.local_expert - first_expert : -1));
     if (out.compact_weights != nullptr) {
       arch::st_weak(out.compact_weights + position, is_here ? route.weight : 0.0f);
     }
@@ -458,6 +459,10 @@ DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRail
   }
   arch::sync_block();
   find_first_rows(args, memory, num_local, num_columns);
+  if (arch::block_idx() == 0) {
+    write_unused_rows(args.out, args.shape, group.num_ranks,
+                      memory.first_task[group.num_ranks] + first_forwarded[group.num_ranks]);
+  }
   // A wait for a row that another rank forwards lasts longer than that rank's own waits. The waits
   // for announcements find out which rank is missing.
   RailContext patient = context;

@@ -267,6 +267,13 @@ CheckedLowLatencyDispatch LowLatencyCalls::check(const LowLatencyDispatchRequest
                 kInt64, device);
   require_global_scale(request.global_scale, request.use_nvfp4, device);
   require_one_completion(request.is_async, request.has_hook);
+  if (request.has_global_idx && !request.is_compact) {
+    refuse_argument("global_topk_idx", true, "needs compact");
+  }
+  // On all ranks, also on those that could do it.
+  if (request.has_global_idx && (context_.group.num_ranks == 1 || options.num_experts == 1)) {
+    refuse_argument("global_topk_idx", true, "needs two ranks that have experts");
+  }
 
   CheckedLowLatencyDispatch checked;
   checked.form_ = std::move(form);
@@ -281,6 +288,7 @@ CheckedLowLatencyDispatch LowLatencyCalls::check(const LowLatencyDispatchRequest
   call.global_scale = request.global_scale.address;
   call.has_ticket = request.has_hook;
   call.is_reporting = request.is_reporting;
+  call.has_global_idx = request.has_global_idx;
   checked.inputs_ = {x.object,
                      idx.object,
                      weights.object,

@@ -80,6 +80,7 @@ struct LowLatencyDispatchRequest {
   IntegerRef num_max_tokens{}, num_experts{};
   bool use_fp8 = false, round_scale = false, use_ue8m0 = false, use_nvfp4 = false;
   bool is_compact = false;
+  bool has_global_idx = false;
   bool is_reporting = false;  // wait_num_tokens will be called
   bool is_async = false, has_hook = false;
   bool is_flat = false;  // recv_x is to be [L * N, H]

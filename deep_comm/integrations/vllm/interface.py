@@ -93,17 +93,21 @@ else:
     dbo_yield_and_switch_from_compute_to_comm = _nothing
 
 
-def most_tokens_of_a_rank() -> int | None:
-    """The largest number of tokens that any data-parallel rank has in this step, which vLLM
-    exchanges before it; None where it does not."""
+def tokens_of_ranks() -> list[int] | None:
+    """The numbers of tokens of all ranks in this step, which vLLM exchanges before it; None where it
+    does not. If there are fewer numbers than ranks, each is that of as many ranks."""
     try:
         from vllm.forward_context import get_forward_context, is_forward_context_available
     except ImportError:
         return None
     if not is_forward_context_available():
         return None
-    counts = getattr(get_forward_context().dp_metadata, "num_tokens_across_dp_cpu", None)
-    return None if counts is None else int(counts.max())
+    metadata = get_forward_context().dp_metadata
+    shares = getattr(metadata, "local_sizes", None)  # in a layer whose tokens are split further
+    if shares is not None:
+        return list(shares)
+    counts = getattr(metadata, "num_tokens_across_dp_cpu", None)
+    return None if counts is None else counts.tolist()
 
 
 def is_fault_tolerant() -> bool:
@@ -160,8 +164,8 @@ __all__ = [
     "dbo_yield_and_switch_from_compute_to_comm",
     "is_fault_tolerant",
     "moe_kernel_quantize_input",
-    "most_tokens_of_a_rank",
     "normalize_batched_scales_shape",
+    "tokens_of_ranks",
     "used_on_this_stream",
     "weighted_input",
 ]

@@ -29,10 +29,12 @@ class NormalPrepareFinalize(PrepareFinalize):
     """Dispatch and combine in normal mode; with ``decode_tokens`` small steps go in low-latency
     mode, whose compact rows have the same format.
 
-    The mode of a step depends on the largest number of tokens of a rank, which vLLM exchanges
-    before every step, so that ranks agree without an exchange of ours. Where vLLM does not tell it,
-    the mode is normal. Decoding steps have fixed shapes and wait for nothing on the host: CUDA
-    graphs hold them.
+    The mode of a step depends on the largest number of tokens of a rank. vLLM exchanges the numbers
+    before every step, so that ranks agree without an exchange of ours. Where vLLM does not tell
+    them, the mode is normal. Decoding steps have fixed shapes and wait for nothing on the host:
+    CUDA graphs hold them. In normal mode the host waits for the number of rows that came where
+    that may be few of the tokens of all ranks; else the experts get as many rows as there are
+    tokens.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class NormalPrepareFinalize(PrepareFinalize):
         dp_size: int,
         rank_expert_offset: int,
         decode_tokens: int | None = None,
-        max_tokens_of_step: Callable[[], int | None] = vllm.most_tokens_of_a_rank,
+        tokens_of_ranks: Callable[[], list[int] | None] = vllm.tokens_of_ranks,
     ) -> None:
         """
         Args:
@@ -52,7 +54,7 @@ class NormalPrepareFinalize(PrepareFinalize):
             rank_expert_offset: global index of this rank's first expert.
             decode_tokens: a step in which no rank has more tokens is a decoding step; 0: none is.
                 Default: DEEP_COMM_DECODE_TOKENS, else 0. Equal on all ranks.
-            max_tokens_of_step: tells the largest number of tokens of a rank, alike on all ranks.
+            tokens_of_ranks: tells the numbers of tokens of all ranks, alike on all ranks.
         """
         super().__init__(num_dispatchers)
         if decode_tokens is None:
@@ -64,7 +66,8 @@ class NormalPrepareFinalize(PrepareFinalize):
         self.dp_size = dp_size
         self.rank_expert_offset = rank_expert_offset
         self.decode_tokens = decode_tokens
-        self._most_tokens = max_tokens_of_step
+        self._tokens_of_ranks = tokens_of_ranks
+        self._ids: Tensor | None = None
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
@@ -82,7 +85,8 @@ class NormalPrepareFinalize(PrepareFinalize):
     # ---- prepare -------------------------------------------------------------------------------
 
     def _send(self, step: Step) -> Pending[Prepared]:
-        most_tokens = self._tokens_of_decoding()
+        tokens_of_ranks = self._tokens_of_ranks()
+        most_tokens = self._tokens_of_decoding(tokens_of_ranks)
         if most_tokens is not None:
             return self._decode(step, most_tokens)
         quant_config = step.quant_config
@@ -107,6 +111,8 @@ class NormalPrepareFinalize(PrepareFinalize):
             topk_idx=step.topk_ids,
             topk_weights=step.topk_weights,
             num_experts=step.num_experts,
+            num_worst_tokens=self._num_rows(tokens_of_ranks, step.topk_ids.shape[1]),
+            zero_tail=has_one_scale(quant_config),
             previous_event=previous_event,
             async_finish=not vllm.dbo_enabled(),
         )
@@ -121,19 +127,33 @@ class NormalPrepareFinalize(PrepareFinalize):
             vllm.used_on_this_stream(rows, scales, recv_ids, recv_weights)
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=handle.num_recv_tokens_per_expert,
-                expert_num_tokens_cpu=torch.tensor(counts, dtype=torch.int32),
+                expert_num_tokens_cpu=torch.tensor(counts, dtype=torch.int32) if counts else None,
             )
             if not quantises_before:
                 rows, scales = self._quantised(rows, step)
-            ids = self._global_ids(recv_ids, step.num_experts)
+            num_local = len(handle.num_recv_tokens_per_expert)
+            ids = self._table_of_ids(num_local, step.num_experts, recv_ids)[recv_ids]
             return rows, scales, metadata, ids, recv_weights
 
         return receive
 
-    def _tokens_of_decoding(self) -> int | None:
+    def _tokens_of_decoding(self, tokens_of_ranks: list[int] | None) -> int | None:
         """The most that a rank may have in this step; None: it is no decoding step."""
-        most = self._most_tokens() if self.decode_tokens else None
-        return max(1, most) if most is not None and most <= self.decode_tokens else None
+        if not self.decode_tokens or tokens_of_ranks is None:
+            return None
+        most = max(tokens_of_ranks)
+        return max(1, most) if most <= self.decode_tokens else None
+
+    def _num_rows(self, tokens_of_ranks: list[int] | None, num_topk: int) -> int:
+        """Rows for the tokens of all ranks, so that the host need not wait; 0: it waits.
+
+        With as many selections as ranks 1 - 1/e of the tokens come, if routing is even. With fewer
+        the experts' memory and the rows that they skip would cost more than the wait.
+        """
+        num_ranks = self.buffer.group_size
+        if tokens_of_ranks is None or num_topk < num_ranks:
+            return 0
+        return max(1, sum(tokens_of_ranks) * num_ranks // len(tokens_of_ranks))
 
     def _decode(self, step: Step, most_tokens: int) -> Callable[[], Prepared]:
         """The experts get as many rows as can come in this step, and take their tiles from that. A
@@ -153,6 +173,7 @@ class NormalPrepareFinalize(PrepareFinalize):
             return_recv_hook=True,
             topk_weights=step.topk_weights,
             compact=True,
+            global_topk_idx=True,
         )
         self._keep((handle, topk_ids))  # the ids say that this step is a decoding step
 
@@ -163,16 +184,16 @@ class NormalPrepareFinalize(PrepareFinalize):
             hook()
             rows, scales = recv if isinstance(recv, tuple) else (recv, None)
             if not use_fp8:
+                if has_one_scale(step.quant_config):
+                    places = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
+                    rows = torch.where(places < handle.num_recv_tokens, rows, 0)
                 rows, scales = self._quantised(rows, step)
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=recv_count, expert_num_tokens_cpu=None
             )
-            # Nobody writes the rows past the received ones: no expert may look at them. Combine
-            # reads none of them, whatever their weights are.
-            places = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
-            local_ids = torch.where(places < handle.num_recv_tokens, handle.recv_topk_idx, -1)
-            ids = self._global_ids(local_ids, num_experts).to(topk_ids.dtype)
-            return rows, scales, metadata, ids, handle.recv_topk_weights
+            # Ids of int32, without a cast: a kernel between dispatch and the experts costs as much
+            # of a small step as a part of dispatch.
+            return rows, scales, metadata, handle.recv_topk_idx, handle.recv_topk_weights
 
         return receive
 
@@ -193,10 +214,15 @@ class NormalPrepareFinalize(PrepareFinalize):
             is_scale_swizzled=quant_config.is_scale_swizzled,
         )
 
-    def _global_ids(self, local_ids: Tensor, num_experts: int) -> Tensor:
-        """vLLM's experts take global indices, all of them valid: -1 becomes an expert elsewhere."""
-        elsewhere = num_experts - 1 if self.rank_expert_offset == 0 else 0
-        return torch.where(local_ids < 0, elsewhere, local_ids + self.rank_expert_offset)
+    def _table_of_ids(self, num_local: int, num_experts: int, like: Tensor) -> Tensor:
+        """vLLM's experts take global indices, all of them valid. The table's last entry, where an
+        index of -1 leads, is an expert elsewhere."""
+        first = self.rank_expert_offset
+        if self._ids is None or len(self._ids) != num_local + 1 or self._ids.dtype != like.dtype:
+            elsewhere = num_experts - 1 if first == 0 else 0
+            ids = [*range(first, first + num_local), elsewhere]
+            self._ids = torch.tensor(ids, dtype=like.dtype, device=like.device)
+        return self._ids
 
     # ---- finalize ------------------------------------------------------------------------------
 
@@ -260,6 +286,16 @@ def decode_buffer(
             )
         _decode_buffers[key] = buffer
     return buffer
+
+
+def has_one_scale(quant_config: Any) -> bool:
+    """Are rows quantised by the largest element of all? Then none may hold just anything."""
+    return (
+        quant_config.quant_dtype is not None
+        and quant_config.block_shape is None
+        and quant_config.a1_scale is None
+        and quant_config.quant_dtype != "nvfp4"
+    )
 
 
 def is_fp8_in_blocks(quant_config: Any) -> bool:

@@ -116,15 +116,17 @@ def standard_experts(rows, scales, ids, weights, first: int, num_local: int):
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("impl", [TopKWeightAndReduceDelegate, TopKWeightAndReduceContiguous])
-@pytest.mark.parametrize("ranks_per_node", [8, 2])
+@pytest.mark.parametrize("shape", [(4, 8, 2), (4, 2, 4), (4, 2, 2), (2, 8, 4)])
 def test_standard_format_prefill_and_decode(
-    ranks_per_node: int, kind: str, impl: type, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], kind: str, impl: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank takes the mode that the exchanged number of tokens says, empty ranks too."""
+    """Every rank takes the mode that the exchanged numbers of tokens say, empty ranks too; and the
+    host waits for rows only where few of all tokens' may come."""
+    num_ranks, ranks_per_node, num_topk = shape
     monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
 
     def fn(group):
-        rank, num_ranks = group.rank(), group.size()
+        rank = group.rank()
         adapter.register()
         manager = all2all.DeepEPHTAll2AllManager(group)
         num_local = NUM_EXPERTS // num_ranks
@@ -136,19 +138,22 @@ def test_standard_format_prefill_and_decode(
         prepare_finalize.decode_tokens = 8
         modes = []
         for step, most in enumerate((30, 8, 5, 30, 8)):
-            tokens = most if rank == step % num_ranks else (rank * 3) % (most + 1)
-            x, ids, weights = drop_in.routed(rank, tokens, seed=step)
+            tokens = most if rank == step % 2 else (rank * 3) % (most // 2 + 1)
+            x, ids, weights = drop_in.routed(rank, tokens, num_topk=num_topk, seed=step)
             forward_context.set_tokens_of_ranks(torch.tensor([most, most // 2]))
             a1q, scale, meta, recv_ids, recv_weights = prepare_finalize.prepare(
                 x, weights, ids, NUM_EXPERTS, None, False, quant(kind)
             )
-            modes.append(meta.expert_num_tokens_cpu is None)
-            if modes[-1]:
-                assert len(a1q) == len(recv_ids) == num_ranks * most
+            modes.append(prepare_finalize._handles[0][1] is not None)
             first = rank * num_local
             counts = [int((recv_ids == first + e).sum()) for e in range(num_local)]
-            if not modes[-1]:
+            is_waiting = not modes[-1] and num_ranks > num_topk
+            if is_waiting:
                 assert meta.expert_num_tokens_cpu.tolist() == counts
+            else:
+                assert meta.expert_num_tokens_cpu is None
+                told = num_ranks * most if modes[-1] else (most + most // 2) * (num_ranks // 2)
+                assert len(a1q) == len(recv_ids) == told
             assert meta.expert_num_tokens.tolist() == counts
             assert (scale is not None) == (kind == "fp8" and a1q.dtype == torch.float8_e4m3fn)
             out = standard_experts(a1q, scale, recv_ids, recv_weights, first, num_local)
@@ -165,7 +170,7 @@ def test_standard_format_prefill_and_decode(
         group.barrier()
 
     if impl is TopKWeightAndReduceDelegate or kind == "bf16":
-        local.run(fn, 4, timeout_s=60)
+        local.run(fn, num_ranks, timeout_s=60)
 
 
 @run_by(local.run, 2, timeout_s=60)
@@ -423,20 +428,21 @@ def test_decode_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         manager = adapter.NormalManager(group)
         made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
         assert made.decode_tokens == 64
-        forward_context.set_tokens_of_ranks(None)
-        assert made._tokens_of_decoding() is None  # nobody tells: normal mode
+        assert made._tokens_of_decoding(None) is None  # nobody tells: normal mode
         for tokens, found in (([3, 64], 64), ([3, 2], 3), ([0, 0], 1), ([65, 64], None)):
-            forward_context.set_tokens_of_ranks(torch.tensor(tokens))
-            assert made._tokens_of_decoding() == found
+            assert made._tokens_of_decoding(tokens) == found
 
     local.run(fn, 1, timeout_s=60)
 
 
 def test_outside_of_a_step_nobody_tells_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_context, "_state", threading.local())
-    assert interface.most_tokens_of_a_rank() is None
+    assert interface.tokens_of_ranks() is None
     forward_context.set_tokens_of_ranks(torch.tensor([5, 9, 0]))
-    assert interface.most_tokens_of_a_rank() == 9
+    assert interface.tokens_of_ranks() == [5, 9, 0]
+    context = forward_context.get_forward_context()
+    context.dp_metadata.local_sizes = [3, 2, 5, 4, 0, 0]  # each rank's tokens are split in two
+    assert interface.tokens_of_ranks() == [3, 2, 5, 4, 0, 0]
 
 
 def test_streams_of_two_micro_batches_are_told_to_the_allocator(

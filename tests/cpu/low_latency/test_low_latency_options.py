@@ -43,6 +43,27 @@ def test_options_of_combine_give_the_same_sums(form: str, compact: bool, mode: s
     verify(case, local.run(lambda group: run_case(group, case, timeout_s=20), R, timeout_s=120))
 
 
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+@pytest.mark.parametrize("tokens", [(5, 0, 3), (4, 4, 4), (0, 0, 0)])
+def test_global_indices_are_valid_ones_of_another_rank_where_nothing_is_selected(
+    tokens: tuple[int, ...], ranks_per_node: int | None
+) -> None:
+    """Also in rows past the received ones; the third rank has fewer experts than the first."""
+    case = LowLatencyCase(
+        tokens, 6, experts=7, topk=4, routing="holes", compact=True, global_topk_idx=True,
+        weights_ahead=True, mode="hook", ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+    results = local.run(lambda group: run_case(group, case, timeout_s=20), 3, timeout_s=120)
+    verify(case, results)
+    for rank, calls in enumerate(results):
+        for got in calls:
+            local_ids = torch.arange(7)[[slice(0, 3), slice(3, 5), slice(5, 7)][rank]]
+            idx, is_given = got.recv_topk_idx, got.recv_topk_weights != 0
+            assert bool((torch.isin(idx, local_ids) == is_given).all())
+            assert 0 <= int(idx.min()) <= int(idx.max()) < 7
+            assert not is_given[got.num_recv_tokens :].any()
+
+
 @pytest.mark.parametrize("way", ["sync", "async", "hook"])
 @pytest.mark.parametrize("compact", [False, True])
 def test_logfmt_gives_the_same_sums_however_it_is_called(compact: bool, way: str) -> None:
@@ -116,6 +137,10 @@ def test_options_that_exclude_each_other_are_named(buffer: Any, rank: int, /) ->
         buffer.low_latency_dispatch(x, idx, M, E, x_global_scale=torch.ones(1))
     with pytest.raises(ArgumentError, match="async_finish"):
         buffer.low_latency_dispatch(x, idx, M, E, async_finish=True, return_recv_hook=True)
+    with pytest.raises(ArgumentError, match="global_topk_idx needs compact"):
+        buffer.low_latency_dispatch(x, idx, M, E, global_topk_idx=True)
+    with pytest.raises(ArgumentError, match="global_topk_idx.*needs two ranks that have experts"):
+        buffer.low_latency_dispatch(x, idx, M, E, compact=True, global_topk_idx=True)
 
     def combine(**options: Any) -> Any:
         return buffer.low_latency_combine(rows, idx, weights, handle, **options)

@@ -150,10 +150,16 @@ def test_moves_of_experts_are_counted_but_not_those_of_a_profile(tmp_path: Path)
 def test_the_table_has_figures_with_their_intervals(tmp_path: Path) -> None:
     name = "vllm/figures/large/deepep_high_throughput"
     value = vars(load.figure([10.0, 12.0]))
-    figures = {"8": dict(tokens_s=value, first_ms=value, each_ms=value)}
-    keep(tmp_path, name, figures=figures, **OVER)
+    base, mine = (
+        dict(tokens_s=value, gain=gain, first_ms=value, each_ms=value)
+        for gain in (dict(mean=1, half_width=0), dict(mean=1.25, half_width=0.03))
+    )
+    keep(tmp_path, name, figures={"8": [base, mine]}, **OVER)
     (line,) = compare.lines(tmp_path, [BY_NAME[name]])
-    assert line.is_good and "| 8 | 11 ± 13 | 11 ± 13 | 11 ± 13 |" in compare.table([line])
+    table = compare.table([line])
+    assert line.is_good
+    assert f"{BASE}:graphs` | 8 | 11 ± 13 | 1 ± 0 | 11 ± 13 | 11 ± 13 |" in table
+    assert f"`{name}` | 8 | 11 ± 13 | 1.25 ± 0.03 | 11 ± 13 | 11 ± 13 |" in table
 
 
 def test_an_interval_is_students() -> None:

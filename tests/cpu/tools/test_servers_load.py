@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from server_stand_ins import (
     BY_NAME,
     answering,
+    machine_at,
 )
-from servers import compare, load, offline, serving
+from servers import compare, load, offline, profile, runs, serving
 from servers.load import Asked, Server
 
 
@@ -55,12 +61,89 @@ def test_what_a_server_is_asked_covers_64_at_once_aborts_and_a_rank_without_work
     assert compare.compare(result["rows"], result["rows"]).agrees()
 
 
-def test_figures_are_measured_after_two_runs() -> None:
-    with answering() as server:
-        found = load.measure(Server(server.server_port, 20), [[1], [2, 3]], 4, 8, 2, repeats=2)
-        assert len(server.ranks) == 4 * 16 and set(server.ranks) == {"0", "1"}
-    assert set(found) == {"tokens_s", "first_ms", "each_ms"}
+def test_figures_are_measured_in_turn_after_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_REST_S", 0.0)
+    with answering() as base, answering() as server:
+        servers = [Server(one.server_port, 20) for one in (base, server)]
+        first, found = load.measure(servers, [[1], [2, 3]], 4, 8, 2, repeats=2)
+        for one in (base, server):
+            assert len(one.ranks) == 4 * 16 and one.ranks.count("0") == one.ranks.count("1")
+        assert load.measure(servers[:1], [[1]], 4, 1, 2, repeats=2)
+        assert base.ranks[-16:] == ["0", "1"] * 8  # a lone client goes to all ranks
+    assert set(found) == {"tokens_s", "first_ms", "each_ms", "gain"}
     assert all(one.mean > 0 for one in found.values())
+    assert first["gain"] == load.Figure(1.0, 0.0)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_row_of_figures_is_measured_beside_its_base(
+    is_traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_REST_S", 0.0)
+    monkeypatch.setattr(serving, "LOADS", (1, 2))
+    up: list[str] = []
+    both = threading.Barrier(2, timeout=20)  # both start at the same time
+
+    @contextlib.contextmanager
+    def served(row, machine, log):
+        with answering() as server:
+            both.wait()
+            log.write_text("")
+            up.append(row.name)
+            yield serving.Up(Server(server.server_port, 20), 1.5, None)
+
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def running(port, name):
+        told.append(name)
+        yield
+
+    monkeypatch.setattr(serving, "served", served)
+    monkeypatch.setattr(profile, "running", running)
+    monkeypatch.setattr(profile, "read", lambda folder, name: [f"{folder.name} {name}"])
+    row = BY_NAME["vllm/figures/large/deepep_v2:graphs"]
+    found = serving.run(row, machine_at(tmp_path, repeats=2, trace=is_traced))
+    assert sorted(up) == sorted([row.name, row.base.name])
+    assert row.base.name == "vllm/figures/large/allgather_reducescatter:graphs"
+    assert found["facts"]["start_s"] == 1.5 and list(found["figures"]) == ["1", "2"]
+    assert all(len(both) == 2 for both in found["figures"].values())
+    assert told == ["load1", "load2"] * 2 * is_traced
+    if is_traced:
+        name = runs.file_name(row)
+        assert found["traces"] == {
+            row.base.name: {n: [f"{name}.base.traces load{n}"] for n in "12"},
+            row.name: {n: [f"{name}.traces load{n}"] for n in "12"},
+        }
+
+
+def test_a_trace_says_what_the_steps_were_and_which_kernels_ran(tmp_path: Path) -> None:
+    def event(kind: str, name: str, at: float, us: float) -> dict:
+        return dict(ph="X", cat=kind, name=name, ts=at, dur=us)
+
+    step = "execute_context_{}(9)_generation_{}(4)"
+    events = [
+        event("user_annotation", step.format(1, 0), 0, 50),
+        event("user_annotation", step.format(0, 4), 2000, 50),
+        event("user_annotation", step.format(0, 4), 5000, 50),
+        event("user_annotation", step.format(0, 4), 9000, 50),
+        event("kernel", "experts", 100, 300), event("kernel", "experts", 1000, 100),
+        event("kernel", "dispatch", 350, 250), event("cpu_op", "aten::add", 0, 5000),
+        dict(ph="M", name="process_name"),
+    ]  # fmt: skip
+    path = tmp_path / "load8_dp0.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump(dict(traceEvents=events), file)
+    (tmp_path / "load80_dp0.json.gz").write_text("another load")
+    (found,) = profile.read(tmp_path, "load8")
+    assert found["steps"] == {
+        "1 prompts, 0 single tokens": dict(count=1, median_ms=2.0),
+        "0 prompts, 4 single tokens": dict(count=2, median_ms=3.5),
+    }
+    assert [(one["name"], one["us"], one["count"]) for one in found["kernels"]] == [
+        ("experts", 400, 2), ("dispatch", 250, 1),
+    ]  # fmt: skip
+    assert found["busy"] == pytest.approx(600 / 1000)
 
 
 def test_prompts_have_mixed_lengths_and_repeat() -> None:

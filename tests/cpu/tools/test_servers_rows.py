@@ -129,7 +129,7 @@ def run_without_gpus(folder: Path, *arguments: str) -> subprocess.CompletedProce
     [
         (f"vllm/offline/qwen/{BASE}", ["--installed"], "2 GPUs"),
         (f"vllm/offline/qwen/{BASE}", ["--installed", "--one-gpu"], "a GPU"),
-        (f"vllm/figures/large/{BASE}:graphs", ["--installed", "--one-gpu"], "2 GPUs"),
+        ("vllm/figures/large/deepep_v2:graphs", ["--installed", "--one-gpu"], "2 GPUs"),
         ("sglang/http/qwen/none", ["--one-gpu"], "a GPU"),
         ("sglang/http/qwen/auto:graphs", ["--installed", "--one-gpu"], "a GPU"),
     ],

@@ -15,7 +15,8 @@ BASES = {"vllm": BASE, "sglang": "none", "megatron": "alltoall", "torchtitan": "
 class Row:
     """One run.
 
-    front: offline (the engine alone), http (the server), figures (the server, timed), training.
+    front: offline (the engine alone), http (the server), figures (the server, timed in turn with its
+    base's), training.
     options: see OPTIONS.
     """
 
@@ -36,7 +37,9 @@ class Row:
 
     @property
     def base(self) -> Row:
-        """What its tokens or losses are compared with."""
+        """What its tokens or losses are compared with, or its times."""
+        if self.front == "figures":
+            return replace(self, backend=BASES[self.server], options=("graphs",))
         kept = tuple(one for one in self.options if one in _OF_BASE)
         return replace(self, backend=BASES[self.server], options=kept)
 
@@ -121,8 +124,8 @@ ROWS: tuple[Row, ...] = (
         row for model in ("large", "large-fp8")
         for row in (
             *_rows(
-                "vllm", "figures", model, f"{BASE}:graphs", _HT, f"{_HT}:native",
-                f"{_HT}:auto:graphs", f"{_LL}:graphs", f"{_LL}:graphs:native", f"{_V2}:graphs",
+                "vllm", "figures", model, _HT, f"{_HT}:native", f"{_HT}:auto:graphs",
+                f"{_LL}:graphs", f"{_LL}:graphs:native", f"{_V2}:graphs",
             ),
             *_rows(
                 "vllm", "figures", model, "flashinfer_nvlink_one_sided:graphs",

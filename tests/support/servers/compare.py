@@ -257,13 +257,14 @@ def table(found: Sequence[Line]) -> str:
     text += [f"| `{one.row.name}` | {words[one.is_good]} | {one.text} |" for one in found]
     timed = [one for one in found if one.figures]
     if timed:
-        text += ["", "| combination | at once | tokens/s | first token, ms | each token, ms |"]
-        text += ["|---|---|---|---|---|"]
+        text += ["", "| combination | clients | tokens/s | gain | first, ms | each, ms |"]
+        text += ["|---|---|---|---|---|---|"]
         for one in timed:
-            for at_once, values in one.figures.items():
-                cells = [
-                    f"{values[name]['mean']:.4g} ± {values[name]['half_width']:.2g}"
-                    for name in ("tokens_s", "first_ms", "each_ms")
-                ]
-                text.append(f"| `{one.row.name}` | {at_once} | {' | '.join(cells)} |")
+            for clients, measured in one.figures.items():
+                for row, values in zip((one.row.base, one.row), measured, strict=True):
+                    cells = [
+                        f"{values[name]['mean']:.4g} ± {values[name]['half_width']:.2g}"
+                        for name in ("tokens_s", "gain", "first_ms", "each_ms")
+                    ]
+                    text.append(f"| `{row.name}` | {clients} | {' | '.join(cells)} |")
     return "\n".join(text) + "\n"

@@ -49,6 +49,7 @@ class Asked:
     tokens: int
     rank: int | None = None  # the data-parallel rank that shall serve it
     abort_after: int | None = None  # close the connection after so many tokens
+    is_bare: bool = False  # without log-probabilities
 
 
 @dataclass
@@ -115,8 +116,8 @@ def _request(server: Server, asked: Asked) -> tuple[str, dict[str, Any]]:
             return_logprob=True, top_logprobs_num=2, stream=True,
         )  # fmt: skip
     return "/v1/completions", same | dict(
-        model="m", prompt=asked.ids, max_tokens=asked.tokens, logprobs=2, stream=True,
-        return_token_ids=True, add_special_tokens=False,
+        model="m", prompt=asked.ids, max_tokens=asked.tokens, stream=True,
+        logprobs=None if asked.is_bare else 2, return_token_ids=True, add_special_tokens=False,
     )  # fmt: skip
 
 
@@ -148,6 +149,9 @@ def complete_all(server: Server, wanted: Sequence[Asked], at_once: int) -> list[
 
 # ---- figures -------------------------------------------------------------------------------------
 
+# A server's ranks go on with empty steps for a while after the last request.
+_REST_S = 0.5
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -165,27 +169,56 @@ def figure(values: Sequence[float]) -> Figure:
     return Figure(statistics.fmean(values), _T95[len(values) - 2] * spread)
 
 
+def put_on(
+    server: Server, ids: list[list[int]], tokens: int, num_clients: int, num_ranks: int
+) -> list[Answer]:
+    """Clients that each ask for two completions, one after the other; a lone one for four.
+
+    A client's are served by one rank, so that all ranks have equally many at any time; a lone
+    client's by one rank after the other.
+    """
+
+    def ask(client: int) -> list[Answer]:
+        answers = []
+        for turn in range(2 if num_clients > 1 else 4):
+            index = client + turn * num_clients
+            rank = (client if num_clients >= num_ranks else index) % num_ranks
+            wanted = Asked(index, ids[index % len(ids)], tokens, rank, is_bare=True)
+            answers.append(complete(server, wanted))
+        return answers
+
+    with concurrent.futures.ThreadPoolExecutor(num_clients) as pool:
+        return [answer for answers in pool.map(ask, range(num_clients)) for answer in answers]
+
+
 def measure(
-    server: Server, ids: list[list[int]], tokens: int, at_once: int, num_ranks: int, repeats: int
-) -> dict[str, Figure]:
-    """Rates and times with ``at_once`` completions in flight, each rank serving its share.
+    servers: Sequence[Server],
+    ids: list[list[int]],
+    tokens: int,
+    num_clients: int,
+    num_ranks: int,
+    repeats: int,
+) -> list[dict[str, Figure]]:
+    """Rates and times of servers under the same load, measured in turn.
 
     tokens_s: tokens of all per second. first_ms: median time to the first token. each_ms: median
-    time per token after it. The first two runs of these sizes are not counted: kernels compile.
+    time per token after it. gain: tokens_s beside the first server's, turn by turn. The first two
+    turns are not counted: kernels compile.
     """
-    kept: dict[str, list[float]] = dict(tokens_s=[], first_ms=[], each_ms=[])
-    for repeat in range(repeats + 2):
-        wanted = [
-            Asked(index, ids[index % len(ids)], tokens, index % num_ranks)
-            for index in range(2 * at_once if at_once > 1 else 4)
-        ]
-        began = time.perf_counter()
-        answers = complete_all(server, wanted, at_once)
-        seconds = time.perf_counter() - began
-        if repeat < 2:
-            continue
-        kept["tokens_s"].append(sum(len(one.tokens) for one in answers) / seconds)
-        kept["first_ms"].append(1e3 * statistics.median(one.first_s for one in answers))
-        each = [(one.last_s - one.first_s) / (len(one.tokens) - 1) for one in answers]
-        kept["each_ms"].append(1e3 * statistics.median(each))
-    return {name: figure(values) for name, values in kept.items()}
+    kept: list[dict[str, list[float]]] = [
+        dict(tokens_s=[], first_ms=[], each_ms=[], gain=[]) for _ in servers
+    ]
+    for turn in range(repeats + 2):
+        for server, values in zip(servers, kept, strict=True):
+            began = time.perf_counter()
+            answers = put_on(server, ids, tokens, num_clients, num_ranks)
+            seconds = time.perf_counter() - began
+            time.sleep(_REST_S)
+            if turn < 2:
+                continue
+            values["tokens_s"].append(sum(len(one.tokens) for one in answers) / seconds)
+            values["first_ms"].append(1e3 * statistics.median(one.first_s for one in answers))
+            each = [(one.last_s - one.first_s) / (len(one.tokens) - 1) for one in answers]
+            values["each_ms"].append(1e3 * statistics.median(each))
+            values["gain"].append(values["tokens_s"][-1] / kept[0]["tokens_s"][-1])
+    return [{name: figure(every) for name, every in values.items()} for values in kept]

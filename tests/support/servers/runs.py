@@ -49,6 +49,7 @@ class Machine:
         300.0  # of a process, and of a server's start; a server may live four times as long
     )
     repeats: int = 5  # of figures
+    trace: bool = False  # figures of vLLM: also under its profiler
     steps: int = 300  # of training
     one_gpu: bool = False  # all ranks share it, and what NCCL would do goes through the host
 

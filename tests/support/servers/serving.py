@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -17,7 +18,7 @@ from typing import Any
 
 from free_port import free_port
 
-from servers import load, offline, runs
+from servers import load, offline, profile, runs
 from servers.combinations import Row, sglang_flags, vllm_options
 from servers.load import Asked, Server
 from servers.models import MODELS
@@ -26,7 +27,7 @@ from servers.runs import Failed, Left, Machine
 _NUM_TOKENS = 24
 _AT_ONCE = 64  # requests, one in eight of which is aborted
 _OUR_ERROR = re.compile(r"deep_comm\.errors\.\w+: .*")
-LOADS = (1, 8, 32, 128)  # of figures
+LOADS = (1, 8, 32, 128)  # clients, of figures
 
 
 def flags(options: dict[str, Any]) -> list[str]:
@@ -42,7 +43,7 @@ def flags(options: dict[str, Any]) -> list[str]:
     return found
 
 
-def command(row: Row, machine: Machine, port: int) -> list[str]:
+def command(row: Row, machine: Machine, port: int, traces: Path | None = None) -> list[str]:
     model, where = str(machine.model(row.model)), ["--host", "127.0.0.1", "--port", str(port)]
     if row.server == "sglang":
         module = "sglang.launch_server"
@@ -51,8 +52,10 @@ def command(row: Row, machine: Machine, port: int) -> list[str]:
         named = ["--model-path", model, "--served-model-name", "m"]
         return runs.python("-m", module, *named, *where, *sglang_flags(row))
     named = [model, "--served-model-name", "m", "--api-server-count", "1"]
-    main = "vllm.entrypoints.cli.main"
-    return runs.python("-m", main, "serve", *named, *where, *flags(vllm_options(row)))
+    main, options = "vllm.entrypoints.cli.main", vllm_options(row)
+    if traces is not None:
+        options |= profile.vllm_options(traces)
+    return runs.python("-m", main, "serve", *named, *where, *flags(options))
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def served(row: Row, machine: Machine, log: Path) -> Iterator[Up]:
     """A server that answers. Raises Failed if it ends, or does not come in time."""
     port, env = free_port(), runs.environment(row, machine)
     began = time.monotonic()
-    with runs.started(command(row, machine, port), env, log, 4 * machine.limit_s) as process:
+    run = command(row, machine, port, log.with_suffix(".traces") if machine.trace else None)
+    with runs.started(run, env, log, 4 * machine.limit_s) as process:
         while True:
             if process.poll() is not None:
                 raise Failed(f"the server ended with {process.returncode}\n{runs.tail(log)}")
@@ -133,14 +137,34 @@ def _ask_in_vain(server: Server, wanted: list[Asked]) -> None:
         load.complete_all(server, wanted, len(wanted))
 
 
-def figures(row: Row, machine: Machine, server: Server) -> dict[str, Any]:
-    vocab = MODELS[row.model].vocab
-    ids = [(one * 8)[:512] for one in load.prompts(vocab, 256, 3)]
-    found = {}
-    for at_once in LOADS:
-        measured = load.measure(server, ids, 128, at_once, row.num_gpus, machine.repeats)
-        found[str(at_once)] = {name: vars(value) for name, value in measured.items()}
-    return found
+def timed(row: Row, machine: Machine) -> dict[str, Any]:
+    """Figures of a row and its base, whose servers are up at the same time, in turn."""
+    rows = [row.base, row]
+    ids = [(one * 8)[:512] for one in load.prompts(MODELS[row.model].vocab, 256, 3)]
+    facts, found, traces = {}, {}, {}
+    with contextlib.ExitStack() as stack:
+        with concurrent.futures.ThreadPoolExecutor(len(rows)) as pool:
+            starting = [served(one, machine, _log(row, machine, one)) for one in rows]
+            ups = list(pool.map(stack.enter_context, starting))
+        servers = [up.server for up in ups]
+        facts = dict(server=row.server, start_s=ups[-1].after_s)
+        for clients in LOADS:
+            measured = load.measure(servers, ids, 128, clients, row.num_gpus, machine.repeats)
+            found[str(clients)] = [
+                {name: vars(value) for name, value in one.items()} for one in measured
+            ]
+        for one, server in zip(rows, servers, strict=True) if machine.trace else ():
+            folder = _log(row, machine, one).with_suffix(".traces")
+            for clients in LOADS:
+                with profile.running(server.port, f"load{clients}"):
+                    load.put_on(server, ids, 128, clients, row.num_gpus)
+            traces[one.name] = {name: profile.read(folder, f"load{name}") for name in found}
+    return dict(facts=facts, figures=found, traces=traces)
+
+
+def _log(row: Row, machine: Machine, one: Row) -> Path:
+    """Of a server of this row: its own, or its base's."""
+    return machine.out / f"{runs.file_name(row)}{'' if one == row else '.base'}.log"
 
 
 def refused(row: Row, machine: Machine, log: Path) -> dict[str, Any]:
@@ -161,12 +185,12 @@ def run(row: Row, machine: Machine) -> dict[str, Any]:
         return refused(row, machine, log)
     if "kill" in row.options:
         killed(row, machine, log.with_suffix(".killed.log"))
-    with served(row, machine, log) as up:
-        result = dict(facts=dict(server=row.server, start_s=up.after_s))
-        if row.front == "figures":
-            result["figures"] = figures(row, machine, up.server)
-        else:
-            result |= tokens(row, up.server)
+    if row.front == "figures":
+        result = timed(row, machine)
+    else:
+        with served(row, machine, log) as up:
+            facts = dict(server=row.server, start_s=up.after_s)
+            result = dict(facts=facts) | tokens(row, up.server)
     return result | dict(
         calls=runs.counted(row, machine), built=runs.built([log]),
         rearranged=offline.rearranged([log]),
