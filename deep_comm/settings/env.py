@@ -222,8 +222,8 @@ DECODE_TOKENS: Variable[int | None] = Variable(
     _at_least(1),
     None,
     "The most tokens that a rank may have in a decode step.",
-    "Equal on all ranks. Unset: what was measured (docs/guide/tuning.md), else 128, in "
-    "ExpertParallel. In the vLLM adapter no step is a decode step then.",
+    "Equal on all ranks. Unset: in ExpertParallel what was measured (docs/guide/tuning.md), else "
+    "128; in the vLLM adapter 128.",
 )
 VLLM: Variable[bool] = Variable(
     "DEEP_COMM_VLLM",

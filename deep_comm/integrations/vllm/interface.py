@@ -110,6 +110,11 @@ def tokens_of_ranks() -> list[int] | None:
     return None if counts is None else counts.tolist()
 
 
+def is_capturing() -> bool:
+    """Does a CUDA graph take up what the current stream is given?"""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def is_fault_tolerant() -> bool:
     """Does this vLLM go on when a rank falls silent? Asked when a manager is made."""
     try:
@@ -162,6 +167,7 @@ __all__ = [
     "dbo_switch_to_compute_sync",
     "dbo_yield_and_switch_from_comm_to_compute",
     "dbo_yield_and_switch_from_compute_to_comm",
+    "is_capturing",
     "is_fault_tolerant",
     "moe_kernel_quantize_input",
     "normalize_batched_scales_shape",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm import log
+from deep_comm.context.shape import DEFAULT_DECODE_TOKENS
 from deep_comm.errors import ArgumentError
 from deep_comm.integrations.vllm import interface as vllm
 from deep_comm.integrations.vllm.prepare_finalize import (
@@ -26,15 +27,14 @@ _ROW_BYTES = 16
 
 
 class NormalPrepareFinalize(PrepareFinalize):
-    """Dispatch and combine in normal mode; with ``decode_tokens`` small steps go in low-latency
+    """Dispatch and combine in normal mode, and of steps of at most ``decode_tokens`` in low-latency
     mode, whose compact rows have the same format.
 
     The mode of a step depends on the largest number of tokens of a rank. vLLM exchanges the numbers
     before every step, so that ranks agree without an exchange of ours. Where vLLM does not tell
-    them, the mode is normal. Decoding steps have fixed shapes and wait for nothing on the host:
-    CUDA graphs hold them. In normal mode the host waits for the number of rows that came where
-    that may be few of the tokens of all ranks; else the experts get as many rows as there are
-    tokens.
+    them, the mode is normal. In normal mode the host waits for the number of rows that came where
+    that may be few of the tokens of all ranks. Else, and in CUDA graphs, the experts get as many
+    rows as there are tokens; so do those of decoding steps.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class NormalPrepareFinalize(PrepareFinalize):
             num_dispatchers: ranks of the group.
             rank_expert_offset: global index of this rank's first expert.
             decode_tokens: a step in which no rank has more tokens is a decoding step; 0: none is.
-                Default: DEEP_COMM_DECODE_TOKENS, else 0. Equal on all ranks.
+                Default: DEEP_COMM_DECODE_TOKENS, else 128. Equal on all ranks.
             tokens_of_ranks: tells the numbers of tokens of all ranks, alike on all ranks.
         """
         super().__init__(num_dispatchers)
         if decode_tokens is None:
-            decode_tokens = env.DECODE_TOKENS.get() or 0
+            decode_tokens = env.DECODE_TOKENS.get() or DEFAULT_DECODE_TOKENS
         if decode_tokens < 0:
             raise ArgumentError("decode_tokens", decode_tokens, "must not be negative")
         self.buffer = buffer
@@ -148,10 +148,11 @@ class NormalPrepareFinalize(PrepareFinalize):
         """Rows for the tokens of all ranks, so that the host need not wait; 0: it waits.
 
         With as many selections as ranks 1 - 1/e of the tokens come, if routing is even. With fewer
-        the experts' memory and the rows that they skip would cost more than the wait.
+        the experts' memory and the rows that they skip would cost more than the wait, which a graph
+        cannot hold.
         """
         num_ranks = self.buffer.group_size
-        if tokens_of_ranks is None or num_topk < num_ranks:
+        if tokens_of_ranks is None or (num_topk < num_ranks and not vllm.is_capturing()):
             return 0
         return max(1, sum(tokens_of_ranks) * num_ranks // len(tokens_of_ranks))
 

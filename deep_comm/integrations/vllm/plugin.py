@@ -19,7 +19,6 @@ from deep_comm.errors import UnsupportedError
 from deep_comm.integrations.vllm.low_latency import LowLatencyPrepareFinalize
 from deep_comm.integrations.vllm.manager import LowLatencyManager, NormalManager
 from deep_comm.integrations.vllm.normal import NormalPrepareFinalize
-from deep_comm.settings import env
 
 _MANAGERS = "vllm.distributed.device_communicators.all2all"
 _MAKER = "vllm.model_executor.layers.fused_moe.all2all_utils"
@@ -31,9 +30,9 @@ _REPLACED: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-def _keep_decode_graphs() -> None:
-    """vLLM compiles a model whose backend is deepep_high_throughput without CUDA graphs. Not here,
-    if every step of a captured size is a decoding step of NormalPrepareFinalize: graphs hold these.
+def _keep_graphs() -> None:
+    """vLLM compiles a model whose backend is deepep_high_throughput without CUDA graphs, since the
+    host waits in DeepEP's calls. NormalPrepareFinalize's, while they are captured, wait for nothing.
     """
     try:
         from vllm.config.compilation import CompilationConfig
@@ -47,15 +46,8 @@ def _keep_decode_graphs() -> None:
 
     @functools.wraps(set_up)
     def set_up_here(self: Any, all2all_backend: str, data_parallel_size: int = 1) -> None:
-        decode_tokens, sizes = env.DECODE_TOKENS.get() or 0, self.cudagraph_capture_sizes or ()
-        if all2all_backend == "deepep_high_throughput" and decode_tokens and sizes:
-            if max(sizes) <= decode_tokens:
-                all2all_backend = "deepep_low_latency"
-            else:
-                log.logger.info(
-                    "no CUDA graphs: they are captured up to %d tokens, decoding steps have up to "
-                    "%d (%s)", max(sizes), decode_tokens, env.DECODE_TOKENS.name,
-                )  # fmt: skip
+        if all2all_backend == "deepep_high_throughput":
+            all2all_backend = "deepep_low_latency"
         set_up(self, all2all_backend, data_parallel_size)
 
     CompilationConfig.set_splitting_ops_for_v1 = set_up_here
@@ -85,7 +77,7 @@ def register() -> None:
         found.append((module, name, ours))
     for module, name, ours in found:
         setattr(module, name, ours)
-    _keep_decode_graphs()
+    _keep_graphs()
     log.set_up()
     log.logger.info(
         "deep_comm %s serves vLLM's deepep_high_throughput and deepep_low_latency", __version__

@@ -116,13 +116,19 @@ def standard_experts(rows, scales, ids, weights, first: int, num_local: int):
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("impl", [TopKWeightAndReduceDelegate, TopKWeightAndReduceContiguous])
+@pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("shape", [(4, 8, 2), (4, 2, 4), (4, 2, 2), (2, 8, 4)])
 def test_standard_format_prefill_and_decode(
-    shape: tuple[int, int, int], kind: str, impl: type, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int],
+    is_captured: bool,
+    kind: str,
+    impl: type,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every rank takes the mode that the exchanged numbers of tokens say, empty ranks too; and the
     host waits for rows only where few of all tokens' may come."""
     num_ranks, ranks_per_node, num_topk = shape
+    monkeypatch.setattr(interface, "is_capturing", lambda: is_captured)
     monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
 
     def fn(group):
@@ -147,7 +153,7 @@ def test_standard_format_prefill_and_decode(
             modes.append(prepare_finalize._handles[0][1] is not None)
             first = rank * num_local
             counts = [int((recv_ids == first + e).sum()) for e in range(num_local)]
-            is_waiting = not modes[-1] and num_ranks > num_topk
+            is_waiting = not modes[-1] and num_ranks > num_topk and not is_captured
             if is_waiting:
                 assert meta.expert_num_tokens_cpu.tolist() == counts
             else:
@@ -431,6 +437,9 @@ def test_decode_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         assert made._tokens_of_decoding(None) is None  # nobody tells: normal mode
         for tokens, found in (([3, 64], 64), ([3, 2], 3), ([0, 0], 1), ([65, 64], None)):
             assert made._tokens_of_decoding(tokens) == found
+
+        monkeypatch.delenv("DEEP_COMM_DECODE_TOKENS")
+        assert adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0).decode_tokens == 128
 
     local.run(fn, 1, timeout_s=60)
 

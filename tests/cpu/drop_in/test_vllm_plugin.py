@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -55,34 +56,18 @@ def test_plugin_refuses_a_vllm_that_it_does_not_know(monkeypatch: pytest.MonkeyP
     assert all2all.DeepEPHTAll2AllManager is before
 
 
-@pytest.mark.parametrize(
-    ("decode_tokens", "sizes", "backend", "kept"),
-    [
-        (64, [1, 2, 64], "deepep_high_throughput", True),
-        (63, [1, 2, 64], "deepep_high_throughput", False),
-        (None, [1, 2, 64], "deepep_high_throughput", False),
-        (64, None, "deepep_high_throughput", False),
-        (None, [1, 2, 64], "deepep_low_latency", True),
-    ],
-)
-def test_graphs_stay_where_they_hold_decoding_steps_alone(
-    decode_tokens: int | None,
-    sizes: list[int] | None,
-    backend: str,
-    kept: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    if decode_tokens is not None:
-        monkeypatch.setenv("DEEP_COMM_DECODE_TOKENS", str(decode_tokens))
+@pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_low_latency"])
+def test_graphs_stay(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = inspect.unwrap(CompilationConfig.set_splitting_ops_for_v1)
+    monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", rule)
+    config = CompilationConfig()
+    config.set_splitting_ops_for_v1("deepep_high_throughput", 2)
+    assert config.cudagraph_mode == "NONE"  # vLLM's rule
     for _ in range(2):  # vLLM loads its plugins more than once
         adapter.register()
-    caplog.clear()
-    caplog.set_level("INFO", "deep_comm")
-    config = CompilationConfig(sizes)
+    config = CompilationConfig()
     config.set_splitting_ops_for_v1(all2all_backend=backend, data_parallel_size=2)
-    assert (config.cudagraph_mode == "FULL") == kept
-    assert ("DEEP_COMM_DECODE_TOKENS" in caplog.text) == (decode_tokens == 63)
+    assert config.cudagraph_mode == "FULL"
 
 
 def test_graphs_of_an_older_vllm_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,11 @@ def test_options_reach_the_engine_and_its_server_alike() -> None:
     graphs = json.loads(flags[flags.index("--compilation-config") + 1])
     assert graphs == options["compilation_config"]
     control = BY_NAME["vllm/offline/qwen/deepep_high_throughput:native:wrong"]
-    assert combinations.variables(control) == {"DEEP_COMM_VLLM": "1", "SERVERS_WRONG": "1"}
+    assert combinations.variables(control) == {
+        "DEEP_COMM_VLLM": "1", "DEEP_COMM_DECODE_TOKENS": "1", "SERVERS_WRONG": "1",
+    }  # fmt: skip
+    compiled = combinations.vllm_options(BY_NAME["vllm/offline/qwen/deepep_high_throughput:auto:compiled"])
+    assert not compiled["enforce_eager"] and "mode" not in compiled["compilation_config"]
 
 
 def test_sglang_has_deep_gemms_kernels_with_deep_ep_and_tritons_without() -> None:

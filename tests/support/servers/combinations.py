@@ -53,7 +53,7 @@ class Row:
         other kernels, a server other batches, and experts that move are summed elsewhere. With
         dual-batch overlap batches are halved; that it gives the same bits was observed.
         """
-        others = {"eplb", "chunked", "auto", "idle"} & set(self.options)
+        others = {"eplb", "chunked", "auto", "idle", "graphs", "compiled"} & set(self.options)
         return self.front == "offline" and self.backend == _HT and not others
 
     @property
@@ -66,10 +66,11 @@ COMPARED = ("offline", "http", "training")  # fronts whose rows are compared wit
 
 OPTIONS = {
     "graphs": "decoding in full CUDA graphs; SGLang's attention is data parallel then",
+    "compiled": "vLLM compiles the model, and has graphs of whole steps and of parts",
     "dbo": "dual-batch overlap",
     "even": "prompts of the same lengths on both ranks, which so take the same steps",
-    "native": "deep_comm's adapter in the place of the server's own",
-    "auto": "the native adapter with low-latency steps of up to 32 tokens, in CUDA graphs 64",
+    "native": "deep_comm's adapter in the place of the server's own, each mode alone",
+    "auto": "the native adapter with low-latency steps of up to 32 tokens, in CUDA graphs 16",
     "chunked": "64 tokens in a step: longer prompts are prefilled in chunks",
     "prefix": "prefix caching: prompts with a common beginning, each asked for twice",
     "eplb": "two redundant experts, and experts moved every 32 steps",
@@ -103,7 +104,8 @@ ROWS: tuple[Row, ...] = (
     *_rows(
         "vllm", "offline", "qwen", f"{_HT}:native:wrong", f"{_LL}:native:wrong",
         f"{BASE}:even", f"{_HT}:dbo:even", f"{_LL}:dbo:even", f"{_LL}:graphs:dbo:even",
-        f"{_HT}:dbo:even:native", f"{_HT}:auto", f"{_HT}:auto:graphs", _V2,
+        f"{_HT}:dbo:even:native", f"{_HT}:auto", f"{_HT}:auto:graphs", f"{_HT}:native:graphs",
+        f"{_HT}:auto:compiled", _V2,
         f"{_V2}:graphs", f"{_V2}:wrong", f"{_HT}:chunked", f"{_LL}:chunked", f"{BASE}:prefix",
         f"{_HT}:prefix", f"{_LL}:graphs:prefix", f"{_HT}:idle", f"{_LL}:graphs:idle",
         f"{_HT}:eplb", f"{_LL}:graphs:eplb",
@@ -186,13 +188,14 @@ def vllm_options(row: Row) -> dict[str, Any]:
         max_num_batched_tokens=2048 if is_large else 256,
         gpu_memory_utilization=0.1,  # what must be free at start: the KV cache has its own size
         kv_cache_memory_bytes=1 << 32 if is_large else 1 << 29, disable_custom_all_reduce=True,
-        enable_prefix_caching="prefix" in row.options, enforce_eager="graphs" not in row.options,
+        enable_prefix_caching="prefix" in row.options,
+        enforce_eager=not {"graphs", "compiled"} & set(row.options),
     )  # fmt: skip
+    sizes = dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64])
     if "graphs" in row.options:
-        options["compilation_config"] = dict(
-            mode=0, cudagraph_mode="FULL_DECODE_ONLY",
-            cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64],
-        )  # fmt: skip
+        options["compilation_config"] = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY") | sizes
+    if "compiled" in row.options:
+        options["compilation_config"] = sizes
     if "dbo" in row.options:
         options |= dict(
             enable_dbo=True, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=8
@@ -210,8 +213,10 @@ def variables(row: Row) -> dict[str, str]:
     found = dict(_SGLANG_VARIABLES) if row.server == "sglang" else {}
     if row.server == "vllm" and {"native", "auto"} & set(row.options):
         found["DEEP_COMM_VLLM"] = "1"
+    if "native" in row.options:
+        found["DEEP_COMM_DECODE_TOKENS"] = "1"
     if "auto" in row.options:
-        found["DEEP_COMM_DECODE_TOKENS"] = "64" if "graphs" in row.options else "32"
+        found["DEEP_COMM_DECODE_TOKENS"] = _auto_tokens(row)
     if row.is_control:
         found["SERVERS_WRONG"] = "1"
     if "refused" in row.options:
@@ -222,6 +227,13 @@ def variables(row: Row) -> dict[str, str]:
     if row.model.startswith("deepseek"):
         found["VLLM_MLA_DISABLE"] = "1"  # its kernels are not in a trimmed release
     return found
+
+
+def _auto_tokens(row: Row) -> str:
+    """So that small models' steps have both modes; figures are of the default."""
+    if row.front == "figures":
+        return "128"
+    return "16" if {"graphs", "compiled"} & set(row.options) else "32"
 
 
 _SGLANG_VARIABLES = dict(

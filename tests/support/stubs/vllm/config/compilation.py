@@ -2,8 +2,7 @@
 
 
 class CompilationConfig:
-    def __init__(self, sizes):
-        self.cudagraph_capture_sizes = sizes
+    def __init__(self):
         self.cudagraph_mode = "FULL"
 
     def set_splitting_ops_for_v1(self, all2all_backend: str, data_parallel_size: int = 1):
