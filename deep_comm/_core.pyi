@@ -216,7 +216,7 @@ class BufferCalls:
     get_dispatch_layout: Callable[..., Any]
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]
-    barrier: Callable[[], None]
+    barrier: Callable[[int], None]
     # Those of csrc/bind/calls_tp.cpp.
     all_gather: Callable[..., Any]
     reduce_scatter: Callable[..., Any]

@@ -246,4 +246,4 @@ class NormalCalls:
         Examples:
             >>> buffer.barrier()
         """
-        self._context.barrier()
+        self._context.barrier(0)

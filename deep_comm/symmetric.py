@@ -246,7 +246,7 @@ class SymmetricMemory:
         Raises:
             PeerTimeout, ConfigMismatch: as Buffer.barrier.
         """
-        self._context.barrier()
+        self._context.barrier(0)
 
     def reset(self) -> None:
         """Make the memory usable again after a PeerTimeout: all words are zero again. Collective.

@@ -112,8 +112,10 @@ py::object call_combine(BoundBuffer& buffer, const Arguments<11>& given) {
                         buffer.overlap_of(std::move(result.event)));
 }
 
-py::object call_barrier(BoundBuffer& buffer, const Arguments<0>& /*none*/) {
-  barrier(buffer.context);
+// (digest: of what else the ranks must agree on)
+py::object call_barrier(BoundBuffer& buffer, const Arguments<1>& given) {
+  const auto [digest] = given;
+  barrier(buffer.context, static_cast<int>(read_integer(digest).value));
   return py::none();
 }
 

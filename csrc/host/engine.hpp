@@ -68,7 +68,7 @@ class Engine final : public EngineCalls {
   void combine_expanded(const CombinePlan& plan, CombineArgs args, ReduceExpertsArgs sums,
                         int num_local_blocks, bool may_run_beside, uint64_t stream) override;
 
-  void barrier(uint64_t stream) override;
+  void barrier(int digest, uint64_t stream) override;
 
   // Expanded outputs; defined in expand_impl.hpp.
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override;

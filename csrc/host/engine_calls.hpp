@@ -70,7 +70,7 @@ class EngineCalls {
   virtual size_t low_latency_bytes() const = 0;
 
   // Of all ranks of the group: ends when the streams of all have come to theirs.
-  virtual void barrier(uint64_t stream) = 0;
+  virtual void barrier(int digest, uint64_t stream) = 0;
 
   // ---- inside a node
   virtual void get_dispatch_layout(LayoutArgs args, uint64_t stream) = 0;

@@ -333,11 +333,13 @@ void Engine<Target>::reset() {
 }
 
 template <class Target>
-void Engine<Target>::barrier(uint64_t stream) {
+void Engine<Target>::barrier(int digest, uint64_t stream) {
+  const uint32_t signature = Operation::signature(Kernel::kBarrier, &digest, 1);
   const LaunchConfig config{.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 16};
-  if (!is_internode()) return launch<BarrierKernel>(config, {}, stream);
+  if (!is_internode()) return launch<BarrierKernel>(config, {world_, signature}, stream);
   InternodeBarrierArgs args{};
   args.tiers = tiers_;
+  args.signature = signature;
   launch<InternodeBarrierKernel>(config, args, stream);
 }
 

@@ -42,6 +42,11 @@ def _resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x
 
 
+def digest_of(*agreed: int | tuple[int, ...]) -> int:
+    """Of what the ranks compare. Of integers only, whose hashes are the same in every process."""
+    return hash(agreed) & 0x7FFFFFFF
+
+
 # Collectives of products. ``digest``: of what ranks must agree on besides the shape and dtype of x.
 
 
@@ -129,7 +134,7 @@ def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) 
     if not is_own:
         # Nobody reads them any more: the second barrier of the last call.
         out.local[memory.rank * rows : (memory.rank + 1) * rows].copy_(x)
-    memory.barrier()
+    memory._context.barrier(digest_of(out.offset, out.shape))
     for turn in range(1, memory.group_size):
         peer = (memory.rank + turn) % memory.group_size
         theirs = slice(peer * rows, (peer + 1) * rows)

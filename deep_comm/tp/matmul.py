@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deep_comm.symmetric import WORDS_OF_RANK, SymmetricMemory
-from deep_comm.tp.collectives import gather, reduce, scatter
+from deep_comm.tp.collectives import digest_of, gather, reduce, scatter
 from deep_comm.tp.exchange import Exchange
 from deep_comm.tp.operands import (
     Method,
@@ -42,11 +42,6 @@ __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 _GATHERS, _SCATTERS, _REDUCES = range(3)
 _CHUNK_BYTES = 16 << 20  # a push, after which the peer's product goes on
-
-
-def _digest(*agreed: int | tuple[int, ...]) -> int:
-    """Of what the ranks compare. Of integers only, whose hashes are the same in every process."""
-    return hash(agreed) & 0x7FFFFFFF
 
 
 def all_gather_matmul(
@@ -94,7 +89,7 @@ def all_gather_matmul(
     listed = [weights] if isinstance(weights, Tensor) else list(weights)
     x_scale, checked = checked_operands(x, listed, memory, scales, out_dtype, method, gather_dim)
     dim = gather_dim % x.dim()
-    digest = _digest(_GATHERS, x.shape, dim, scale_columns(x_scale))
+    digest = digest_of(_GATHERS, x.shape, dim, scale_columns(x_scale))
     moved = x.movedim(dim, 0).contiguous()
     if dim == x.dim() - 1:
         require("method", method, method in ("auto", "unfused"), "must not gather columns so")
@@ -243,7 +238,7 @@ def matmul_reduce_scatter(
     require("reduce_op", reduce_op, reduce_op in ("sum", "avg"), "must be sum or avg")
     require_dim("scatter_dim", scatter_dim, x)
     dim, num_ranks = scatter_dim % x.dim(), memory.group_size
-    digest = _digest(_SCATTERS, x.shape[:-1], dim, reduce_op == "avg")
+    digest = digest_of(_SCATTERS, x.shape[:-1], dim, reduce_op == "avg")
     extent = weight.shape[1] if dim == x.dim() - 1 else x.shape[dim]
     rule = f"must have an extent along scatter_dim that the {num_ranks} ranks divide"
     require("x", list(x.shape), extent % num_ranks == 0, rule)
@@ -324,7 +319,7 @@ def matmul_all_reduce(
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather_matmul``.
     """
     x_scale, (checked,) = checked_operands(x, [weight], memory, scales, out_dtype, method)
-    digest = _digest(_REDUCES, x.shape[:-1])
+    digest = digest_of(_REDUCES, x.shape[:-1])
     rows = Rows(x.contiguous().flatten(0, -2), moved_scale(x_scale, x, 0))
     num_rows, rest = divmod(rows.x.shape[0], memory.group_size)
     if rest:

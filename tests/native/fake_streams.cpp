@@ -211,8 +211,8 @@ class LoggedEngine final : public EngineCalls {
     });
   }
 
-  void barrier(uint64_t stream) override {
-    launch("barrier", stream, [=, this] { engine_.barrier(stream); });
+  void barrier(int digest, uint64_t stream) override {
+    launch("barrier", stream, [=, this] { engine_.barrier(digest, stream); });
   }
 
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override {

@@ -118,6 +118,7 @@ struct InternodeCounts {
 struct InternodeBarrierArgs {
   World world;
   TwoTier tiers;
+  uint32_t signature;
 };
 
 struct InternodeNotifyArgs {

@@ -12,12 +12,11 @@ namespace deep_comm {
 DC_DEVICE void internode_barrier(const InternodeBarrierArgs& args) {
   const TierContexts contexts = TierContexts::make(args.world, args.tiers, Kernel::kBarrier);
   const RailTier& tier = args.tiers.rail;
-  const uint32_t signature = Operation::signature(Kernel::kBarrier, nullptr, 0);
   note_in_block(contexts.node, TraceStep::kBegun);
-  announce_on_rail(contexts.rail, tier, signature);
-  if (await_rail_arrivals(contexts.rail, tier, signature)) {
-    announce_arrival(contexts.node, signature);
-    if (await_arrivals(contexts.node, Stage::kEntryBarrier, signature)) {
+  announce_on_rail(contexts.rail, tier, args.signature);
+  if (await_rail_arrivals(contexts.rail, tier, args.signature)) {
+    announce_arrival(contexts.node, args.signature);
+    if (await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature)) {
       note_in_warp(contexts.node, TraceStep::kEntered);
     }
   } else {

@@ -26,6 +26,7 @@ struct LayoutArgs {
 
 struct BarrierArgs {
   World world;
+  uint32_t signature;
 };
 
 // What all ranks must agree on before a dispatch. notify_dispatch compares it field by field.

@@ -14,10 +14,9 @@ namespace deep_comm {
 
 DC_DEVICE void barrier(const BarrierArgs& args) {
   const Context context{args.world, Kernel::kBarrier, current_generation(args.world)};
-  const uint32_t signature = Operation::signature(Kernel::kBarrier, nullptr, 0);
   note_in_block(context, TraceStep::kBegun);
-  announce_arrival(context, signature);
-  if (await_arrivals(context, Stage::kEntryBarrier, signature)) {
+  announce_arrival(context, args.signature);
+  if (await_arrivals(context, Stage::kEntryBarrier, args.signature)) {
     note_in_warp(context, TraceStep::kEntered);
   }
   // Every lane has read the generation.

@@ -2,10 +2,10 @@
 
 namespace deep_comm {
 
-void barrier(CallContext& context) {
+void barrier(CallContext& context, int digest) {
   context.begin();
   CallOrder order(context.order, {});
-  context.launch([&] { context.engine.barrier(order.stream()); });
+  context.launch([&] { context.engine.barrier(digest, order.stream()); });
   order.finish({}, nullptr);
   context.end();
 }

@@ -5,6 +5,7 @@
 
 namespace deep_comm {
 
-void barrier(CallContext& context);
+// digest: of what else the ranks must agree on.
+void barrier(CallContext& context, int digest);
 
 }  // namespace deep_comm

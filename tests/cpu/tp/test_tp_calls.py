@@ -391,6 +391,17 @@ def test_an_x_in_out_lies_where_it_goes() -> None:
     together(fn, 3)
 
 
+def test_ranks_that_gather_into_different_tensors_are_told() -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        outs = [memory.empty((4, 4), torch.float32) for _ in range(2)]
+        for one in outs:  # the same one on all ranks, also if it is not the last one's
+            tp.all_gather(ones(2, 4), memory, out=one)
+        with pytest.raises(errors.ConfigMismatch):
+            tp.all_gather(ones(2, 4), memory, out=outs[memory.rank])
+
+    together(fn, 2)
+
+
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_reduce_norm"])
 def test_a_gradient_that_ends_is_warned_of(op: str) -> None:
     def fn(memory: SymmetricMemory) -> None:
