@@ -202,12 +202,13 @@ class LowLatencyCalls:
             recv_x: [L, R * M, H]: the rows of an expert, sorted by (source rank, source token). The
                 first recv_count rows of an expert count. With use_fp8 (recv_x, scales), scales [L,
                 R * M, S] stored by column. Compact: [R * M, H], rows sorted by (source rank, source
-                token). The first handle.num_recv_tokens rows count. handle.recv_topk_idx has their
-                local experts, -1 where none is selected and in the other rows, and
-                .recv_topk_weights the weights, 0 there. With use_nvfp4 rows are uint8 [..., H / 2], and scales
-                float8_e4m3fn [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L), in the
-                tiles of 128 rows and 4 scales that cuBLAS and CUTLASS read for block-scaled GEMMs:
-                those of row 128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
+                token), of which the first handle.num_recv_tokens count. handle.recv_topk_idx has
+                their local experts, -1 where none is selected and in the other rows;
+                handle.recv_topk_weights the weights, 0 there. With use_nvfp4 rows are uint8 [...,
+                H / 2], and scales float8_e4m3fn [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact
+                without L), in the tiles of 128 rows and 4 scales that cuBLAS and CUTLASS read for
+                block-scaled GEMMs: those of row 128 a + 32 b + c, columns 64 d + 16 e on, at [a, d,
+                c, b, e].
             recv_count: int32 [L], rows of each expert.
             handle: for combine; see LowLatencyHandle.
             event: EventOverlap; empty without async_finish.

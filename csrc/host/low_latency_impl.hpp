@@ -238,8 +238,9 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
     args.report_sequence = ++report_sequence_;
     report_stream_ = stream;
   }
-  const int first_expert = plan.experts.first_expert(group_rank()),
-            last_expert = plan.options.num_experts - 1;
+  const int first_expert = plan.experts.first_expert(group_rank());
+  int other_expert = -1;
+  if (call.has_global_idx) other_expert = first_expert > 0 ? 0 : plan.options.num_experts - 1;
   args.out = {.is_compact = plan.options.is_compact,
               .recv_x = reinterpret_cast<uint8_t*>(call.recv_x),
               .recv_scales = reinterpret_cast<void*>(call.recv_scales),
@@ -250,7 +251,7 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
               .num_recv = reinterpret_cast<int32_t*>(part(metadata.num_recv)),
               .compact_idx = reinterpret_cast<int32_t*>(part(metadata.compact_idx)),
               .first_idx = call.has_global_idx ? first_expert : 0,
-              .other_idx = !call.has_global_idx ? -1 : first_expert > 0 ? 0 : last_expert,
+              .other_idx = other_expert,
               .compact_weights = reinterpret_cast<float*>(part(metadata.compact_weights)),
               .recv_tokens = reinterpret_cast<int32_t*>(part(metadata.recv_tokens)),
               .recv_rows = reinterpret_cast<int32_t*>(part(metadata.recv_rows)),

@@ -219,11 +219,11 @@ DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
 )
 DECODE_TOKENS: Variable[int | None] = Variable(
     "DEEP_COMM_DECODE_TOKENS",
-    _at_least(1),
+    _at_least(0),
     None,
     "The most tokens that a rank may have in a decode step.",
     "Equal on all ranks. Unset: in ExpertParallel what was measured (docs/guide/tuning.md), else "
-    "128; in the vLLM adapter 128.",
+    "128; in the vLLM adapter 128. 0: in the vLLM adapter no step is a decode step.",
 )
 VLLM: Variable[bool] = Variable(
     "DEEP_COMM_VLLM",

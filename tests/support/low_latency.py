@@ -350,7 +350,8 @@ def verify(case: LowLatencyCase, results: Sequence[Sequence[Received]]) -> None:
         xs, idxs, weights = zip(*(inputs_of(case, rank, call) for rank in ranks), strict=True)
         expected = reference.low_latency_dispatch(
             xs, idxs, case.max_tokens, case.experts, topk_weights=weights, use_fp8=case.use_fp8,
-            round_scale=case.round_scale, use_ue8m0=case.use_ue8m0, compact=case.compact, global_topk_idx=case.global_topk_idx,
+            round_scale=case.round_scale, use_ue8m0=case.use_ue8m0, compact=case.compact,
+            global_topk_idx=case.global_topk_idx,
             use_nvfp4=case.use_nvfp4,
             global_scales=[global_scale_of(case, rank, call) for rank in ranks],
         )  # fmt: skip

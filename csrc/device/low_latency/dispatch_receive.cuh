@@ -104,7 +104,6 @@ DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemor
     arch::st_weak(out.recv_tokens + arch::thread_idx(),
                   memory.header->num_tokens[arch::thread_idx()]);
   }
-  write_unused_rows(out, args.shape, num_ranks, first_row(memory, num_local, num_ranks, 0));
 }
 
 // One warp, after the announcements: tells the host, which may be waiting, the maximum number of
@@ -243,6 +242,10 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     ok = looks.await_route(context, args, buffer, memory, num_forecast) && ok;
   if (!block_agrees(ok)) return;
   note_in_block(context, TraceStep::kEntered);
+  if (is_writing) {
+    write_unused_rows(args.out, args.shape, world.num_ranks,
+                      first_row(memory, num_local, world.num_ranks, 0));
+  }
   const bool is_source = arch::lane_idx() < world.num_ranks;
   const int num_tokens = is_source ? memory.header->num_tokens[arch::lane_idx()] : args.num_tokens;
   bool has_looked = arch::all(kFullMask, num_tokens == args.num_tokens);

@@ -94,8 +94,8 @@ else:
 
 
 def tokens_of_ranks() -> list[int] | None:
-    """The numbers of tokens of all ranks in this step, which vLLM exchanges before it; None where it
-    does not. If there are fewer numbers than ranks, each is that of as many ranks."""
+    """The numbers of tokens of all ranks in this step, which vLLM exchanges before it; None where
+    it does not. If there are fewer numbers than ranks, each is that of as many ranks."""
     try:
         from vllm.forward_context import get_forward_context, is_forward_context_available
     except ImportError:
@@ -113,6 +113,28 @@ def tokens_of_ranks() -> list[int] | None:
 def is_capturing() -> bool:
     """Does a CUDA graph take up what the current stream is given?"""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def most_captured_tokens() -> int:
+    """The most tokens of a rank in a step that CUDA graphs hold. Asked while a model is built."""
+    try:
+        from vllm.config import get_current_vllm_config
+
+        compilation = get_current_vllm_config().compilation_config
+    except (ImportError, AttributeError, AssertionError):
+        return 0  # none, or nobody knows: then graphs end with the error that says so
+    mode = getattr(compilation, "cudagraph_mode", None)
+    has_graphs = mode is not None and getattr(mode, "name", mode) != "NONE"
+    return (getattr(compilation, "max_cudagraph_capture_size", 0) or 0) if has_graphs else 0
+
+
+def rounds_scales() -> bool:
+    """Are the scales of FP8 rows powers of two, as vLLM's own quantisation makes them?"""
+    try:
+        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+    except ImportError:
+        return False
+    return bool(is_deep_gemm_e8m0_used())
 
 
 def is_fault_tolerant() -> bool:
@@ -170,7 +192,9 @@ __all__ = [
     "is_capturing",
     "is_fault_tolerant",
     "moe_kernel_quantize_input",
+    "most_captured_tokens",
     "normalize_batched_scales_shape",
+    "rounds_scales",
     "tokens_of_ranks",
     "used_on_this_stream",
     "weighted_input",

@@ -12,7 +12,7 @@ from torch import Tensor
 import deep_comm
 from deep_comm import log
 from deep_comm.context.shape import DEFAULT_DECODE_TOKENS
-from deep_comm.errors import ArgumentError
+from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.integrations.vllm import interface as vllm
 from deep_comm.integrations.vllm.prepare_finalize import (
     ExpertOutput,
@@ -21,9 +21,11 @@ from deep_comm.integrations.vllm.prepare_finalize import (
     PrepareFinalize,
     Step,
 )
+from deep_comm.ranks.topology import first_expert
 from deep_comm.settings import env
 
 _ROW_BYTES = 16
+_MOST_UNCOUNTED = 512  # tokens of a rank: larger steps hide the wait behind what the GPU has to do
 
 
 class NormalPrepareFinalize(PrepareFinalize):
@@ -32,9 +34,9 @@ class NormalPrepareFinalize(PrepareFinalize):
 
     The mode of a step depends on the largest number of tokens of a rank. vLLM exchanges the numbers
     before every step, so that ranks agree without an exchange of ours. Where vLLM does not tell
-    them, the mode is normal. In normal mode the host waits for the number of rows that came where
-    that may be few of the tokens of all ranks. Else, and in CUDA graphs, the experts get as many
-    rows as there are tokens; so do those of decoding steps.
+    them, and with dual-batch overlap, the mode is normal. In normal mode the host waits for the
+    number of rows that came, but in steps that CUDA graphs may hold, and in small steps of which
+    most tokens come. Their experts get as many rows as all ranks have tokens, as in decoding steps.
     """
 
     def __init__(
@@ -51,14 +53,15 @@ class NormalPrepareFinalize(PrepareFinalize):
             buffer: serves decoding too if it is in low_latency_mode; else decoding makes one of its
                 own, for the hidden size of its first step, which all layers share.
             num_dispatchers: ranks of the group.
-            rank_expert_offset: global index of this rank's first expert.
+            dp_size, rank_expert_offset: not used. An offset says nothing of the others' experts.
             decode_tokens: a step in which no rank has more tokens is a decoding step; 0: none is.
                 Default: DEEP_COMM_DECODE_TOKENS, else 128. Equal on all ranks.
             tokens_of_ranks: tells the numbers of tokens of all ranks, alike on all ranks.
         """
         super().__init__(num_dispatchers)
         if decode_tokens is None:
-            decode_tokens = env.DECODE_TOKENS.get() or DEFAULT_DECODE_TOKENS
+            preset = env.DECODE_TOKENS.get()
+            decode_tokens = DEFAULT_DECODE_TOKENS if preset is None else preset
         if decode_tokens < 0:
             raise ArgumentError("decode_tokens", decode_tokens, "must not be negative")
         self.buffer = buffer
@@ -67,7 +70,8 @@ class NormalPrepareFinalize(PrepareFinalize):
         self.rank_expert_offset = rank_expert_offset
         self.decode_tokens = decode_tokens
         self._tokens_of_ranks = tokens_of_ranks
-        self._ids: Tensor | None = None
+        self._ids: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._captured_tokens = vllm.most_captured_tokens()
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
@@ -125,21 +129,26 @@ class NormalPrepareFinalize(PrepareFinalize):
             rows, scales = recv if isinstance(recv, tuple) else (recv, None)
             assert recv_ids is not None and handle is not None
             vllm.used_on_this_stream(rows, scales, recv_ids, recv_weights)
+            rows_of_experts = handle.num_recv_tokens_per_expert
+            assert rows_of_experts is not None
             metadata = vllm.ExpertTokensMetadata(
-                expert_num_tokens=handle.num_recv_tokens_per_expert,
+                expert_num_tokens=rows_of_experts,
                 expert_num_tokens_cpu=torch.tensor(counts, dtype=torch.int32) if counts else None,
             )
             if not quantises_before:
                 rows, scales = self._quantised(rows, step)
-            num_local = len(handle.num_recv_tokens_per_expert)
-            ids = self._table_of_ids(num_local, step.num_experts, recv_ids)[recv_ids]
+            ids = self._table_of_ids(step.num_experts, recv_ids)[recv_ids]
             return rows, scales, metadata, ids, recv_weights
 
         return receive
 
     def _tokens_of_decoding(self, tokens_of_ranks: list[int] | None) -> int | None:
-        """The most that a rank may have in this step; None: it is no decoding step."""
-        if not self.decode_tokens or tokens_of_ranks is None:
+        """The most that a rank may have in this step; None: it is no decoding step.
+
+        With dual-batch overlap it is none: low-latency mode would not let the other half compute
+        meanwhile.
+        """
+        if not self.decode_tokens or tokens_of_ranks is None or vllm.dbo_enabled():
             return None
         most = max(tokens_of_ranks)
         return max(1, most) if most <= self.decode_tokens else None
@@ -147,12 +156,21 @@ class NormalPrepareFinalize(PrepareFinalize):
     def _num_rows(self, tokens_of_ranks: list[int] | None, num_topk: int) -> int:
         """Rows for the tokens of all ranks, so that the host need not wait; 0: it waits.
 
-        With as many selections as ranks 1 - 1/e of the tokens come, if routing is even. With fewer
-        the experts' memory and the rows that they skip would cost more than the wait, which a graph
-        cannot hold.
+        It depends on the size of the step alone, since vLLM runs a step once before it captures it,
+        and must find the memory then. With as many selections as ranks 1 - 1/e of the tokens come,
+        if routing is even. With fewer, and in large steps, the memory of the experts, which goes by
+        the rows, would cost more than the wait.
         """
         num_ranks = self.buffer.group_size
-        if tokens_of_ranks is None or (num_topk < num_ranks and not vllm.is_capturing()):
+        if tokens_of_ranks is None:
+            if vllm.is_capturing():
+                raise UnsupportedError(
+                    "vLLM does not say how many tokens each rank has, so that a CUDA graph cannot "
+                    "hold this step: --enforce-eager"
+                )
+            return 0
+        bound = max(self._captured_tokens, _MOST_UNCOUNTED if num_topk >= num_ranks else 0)
+        if max(tokens_of_ranks) > bound:
             return 0
         return max(1, sum(tokens_of_ranks) * num_ranks // len(tokens_of_ranks))
 
@@ -171,6 +189,7 @@ class NormalPrepareFinalize(PrepareFinalize):
             most_tokens,
             num_experts,
             use_fp8=use_fp8,
+            round_scale=use_fp8 and vllm.rounds_scales(),
             return_recv_hook=True,
             topk_weights=step.topk_weights,
             compact=True,
@@ -215,15 +234,16 @@ class NormalPrepareFinalize(PrepareFinalize):
             is_scale_swizzled=quant_config.is_scale_swizzled,
         )
 
-    def _table_of_ids(self, num_local: int, num_experts: int, like: Tensor) -> Tensor:
+    def _table_of_ids(self, num_experts: int, like: Tensor) -> Tensor:
         """vLLM's experts take global indices, all of them valid. The table's last entry, where an
         index of -1 leads, is an expert elsewhere."""
-        first = self.rank_expert_offset
-        if self._ids is None or len(self._ids) != num_local + 1 or self._ids.dtype != like.dtype:
-            elsewhere = num_experts - 1 if first == 0 else 0
-            ids = [*range(first, first + num_local), elsewhere]
-            self._ids = torch.tensor(ids, dtype=like.dtype, device=like.device)
-        return self._ids
+        key = (num_experts, like.dtype)
+        if key not in self._ids:
+            rank, num_ranks = self.buffer.rank, self.buffer.group_size
+            first, end = (first_expert(one, num_experts, num_ranks) for one in (rank, rank + 1))
+            ids = [*range(first, end), num_experts - 1 if first == 0 else 0]
+            self._ids[key] = torch.tensor(ids, dtype=like.dtype, device=like.device)
+        return self._ids[key]
 
     # ---- finalize ------------------------------------------------------------------------------
 

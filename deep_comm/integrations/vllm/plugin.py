@@ -32,7 +32,7 @@ _REPLACED: tuple[tuple[str, str, Any], ...] = (
 
 def _keep_graphs() -> None:
     """vLLM compiles a model whose backend is deepep_high_throughput without CUDA graphs, since the
-    host waits in DeepEP's calls. NormalPrepareFinalize's, while they are captured, wait for nothing.
+    host waits in DeepEP's calls. While they are captured, NormalPrepareFinalize's wait for nothing.
     """
     try:
         from vllm.config.compilation import CompilationConfig
@@ -51,6 +51,27 @@ def _keep_graphs() -> None:
         set_up(self, all2all_backend, data_parallel_size)
 
     CompilationConfig.set_splitting_ops_for_v1 = set_up_here
+
+
+def _let_workspaces_grow() -> None:
+    """vLLM fixes the sizes of the experts' workspaces when it has captured graphs. How many rows
+    come in a step that is not captured only the step itself tells. So graphs keep the workspaces
+    that they were captured with, and a step that needs more gets a new one.
+    """
+    try:
+        from vllm.v1.worker.workspace import WorkspaceManager
+
+        lock: Callable[..., None] = WorkspaceManager.lock
+    except (ImportError, AttributeError):
+        return
+    if hasattr(lock, "__wrapped__"):
+        return
+
+    @functools.wraps(lock)
+    def keep(self: Any) -> None:
+        self._kept_for_graphs = list(self._current_workspaces)
+
+    WorkspaceManager.lock = keep
 
 
 def register() -> None:
@@ -78,6 +99,7 @@ def register() -> None:
     for module, name, ours in found:
         setattr(module, name, ours)
     _keep_graphs()
+    _let_workspaces_grow()
     log.set_up()
     log.logger.info(
         "deep_comm %s serves vLLM's deepep_high_throughput and deepep_low_latency", __version__

@@ -128,7 +128,7 @@ def test_standard_format_prefill_and_decode(
     """Every rank takes the mode that the exchanged numbers of tokens say, empty ranks too; and the
     host waits for rows only where few of all tokens' may come."""
     num_ranks, ranks_per_node, num_topk = shape
-    monkeypatch.setattr(interface, "is_capturing", lambda: is_captured)
+    monkeypatch.setattr(interface, "most_captured_tokens", lambda: 30 if is_captured else 0)
     monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
 
     def fn(group):
@@ -442,6 +442,86 @@ def test_decode_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         assert adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0).decode_tokens == 128
 
     local.run(fn, 1, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_topk", "captured", "rows"),
+    [
+        (None, 4, 0, 0),  # nobody tells
+        ([500, 0], 4, 0, 1000),  # of each number there are two ranks
+        ([500, 0, 1, 2], 4, 0, 503),
+        ([513, 0, 1, 2], 4, 0, 0),  # a large step
+        ([500, 0, 1, 2], 3, 0, 0),  # few of the tokens come
+        ([256, 0, 1, 2], 3, 256, 259),  # a graph may hold it
+        ([257, 0, 1, 2], 3, 256, 0),
+        ([600, 0, 1, 2], 4, 600, 603),
+        ([0, 0, 0, 0], 4, 0, 1),
+    ],
+)
+def test_the_host_waits_by_the_size_of_a_step(
+    tokens: list[int] | None,
+    num_topk: int,
+    captured: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mode = SimpleNamespace(name="FULL" if captured else "NONE")
+    compilation = SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=captured or 999)
+    config = SimpleNamespace(compilation_config=compilation)
+    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: config)
+    buffer = SimpleNamespace(group_size=4, rank=1, low_latency_mode=False)
+    made = adapter.NormalPrepareFinalize(buffer, 4, 4, 0)  # type: ignore[arg-type]
+    assert made._num_rows(tokens, num_topk) == rows
+    monkeypatch.setattr(interface, "is_capturing", lambda: True)
+    if tokens is None:
+        with pytest.raises(UnsupportedError, match="--enforce-eager"):
+            made._num_rows(tokens, num_topk)
+    assert made._tokens_of_decoding([3, 4]) == 4
+    monkeypatch.setattr(interface, "dbo_enabled", lambda: True)
+    assert made._tokens_of_decoding([3, 4]) is None  # the halves of the step overlap
+
+
+def test_experts_that_ranks_do_not_divide_have_their_own_ids() -> None:
+    for rank, ids in enumerate(([0, 1, 2, 6], [3, 4, 0], [5, 6, 0])):
+        buffer = SimpleNamespace(group_size=3, rank=rank, low_latency_mode=False)
+        made = adapter.NormalPrepareFinalize(buffer, 3, 3, 2 * rank)  # type: ignore[arg-type]
+        local = torch.arange(-1, len(ids) - 1)
+        assert made._table_of_ids(7, local)[local].tolist() == [ids[-1], *ids[:-1]]
+
+
+def test_rows_with_one_scale_for_all_have_zeros_behind_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever lay in memory would else be the largest element."""
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+    given = threading.local()
+
+    def quantise(rows: torch.Tensor, scale: None, **options: object) -> tuple:
+        given.rows = rows.clone()
+        return rows, None
+
+    monkeypatch.setattr(interface, "moe_kernel_quantize_input", quantise)
+    config = quant("bf16")
+    config.quant_dtype = torch.float8_e4m3fn
+
+    def fn(group):
+        manager = adapter.NormalManager(group)
+        made = adapter.NormalPrepareFinalize(manager.get_handle({}), 2, 2, 0, decode_tokens=4)
+        x = torch.ones(3, HIDDEN, dtype=torch.bfloat16)
+        ids = torch.zeros(3, 2, dtype=torch.int64)  # nothing comes to the second rank
+        for most in (9, 4):
+            forward_context.set_tokens_of_ranks(torch.tensor([most, most]))
+            made.prepare(x, torch.ones(3, 2), ids, NUM_EXPERTS, None, False, config)
+            num_recv = 6 * (group.rank() == 0)
+            assert given.rows.shape == (2 * most, HIDDEN)
+            assert bool((given.rows[:num_recv] == 1).all() and (given.rows[num_recv:] == 0).all())
+            made.finalize(
+                torch.empty_like(x), torch.ones(2 * most, 2, HIDDEN, dtype=x.dtype),
+                torch.ones(2 * most, 2), torch.zeros(2 * most, 2, dtype=torch.int64), False,
+                TopKWeightAndReduceDelegate(),
+            )  # fmt: skip
+
+    local.run(fn, 2, timeout_s=60)
 
 
 def test_outside_of_a_step_nobody_tells_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support" / "stubs"
 from vllm.config.compilation import CompilationConfig
 from vllm.distributed.device_communicators import all2all
 from vllm.model_executor.layers.fused_moe import all2all_utils
+from vllm.v1.worker.workspace import WorkspaceManager
 
 from deep_comm.integrations import vllm as adapter
 from deep_comm.integrations import vllm_plugin
@@ -70,6 +72,18 @@ def test_graphs_stay(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.cudagraph_mode == "FULL"
 
 
+def test_graphs_keep_their_workspaces_and_later_steps_get_larger_ones() -> None:
+    adapter.register()
+    adapter.register()
+    manager = WorkspaceManager()
+    captured = manager.get(10)
+    manager.lock()
+    assert manager.get(10) is captured
+    assert len(manager.get(20)) == 20
+    held = gc.get_referrers(captured)
+    assert any(one is manager._kept_for_graphs for one in held)
+
+
 def test_graphs_of_an_older_vllm_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_a_backend(self: CompilationConfig) -> None: ...
 
@@ -79,6 +93,8 @@ def test_graphs_of_an_older_vllm_stay_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr(CompilationConfig, "set_splitting_ops_for_v1")
     adapter.register()
     monkeypatch.setitem(sys.modules, "vllm.config.compilation", None)
+    adapter.register()
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.workspace", None)
     adapter.register()
     assert all2all.DeepEPHTAll2AllManager is adapter.NormalManager
 

@@ -66,9 +66,11 @@ def test_options_reach_the_engine_and_its_server_alike() -> None:
     assert graphs == options["compilation_config"]
     control = BY_NAME["vllm/offline/qwen/deepep_high_throughput:native:wrong"]
     assert combinations.variables(control) == {
-        "DEEP_COMM_VLLM": "1", "DEEP_COMM_DECODE_TOKENS": "1", "SERVERS_WRONG": "1",
+        "DEEP_COMM_VLLM": "1", "DEEP_COMM_DECODE_TOKENS": "0", "SERVERS_WRONG": "1",
     }  # fmt: skip
-    compiled = combinations.vllm_options(BY_NAME["vllm/offline/qwen/deepep_high_throughput:auto:compiled"])
+    compiled = combinations.vllm_options(
+        BY_NAME["vllm/offline/qwen/deepep_high_throughput:auto:compiled"]
+    )
     assert not compiled["enforce_eager"] and "mode" not in compiled["compilation_config"]
 
 

@@ -59,7 +59,7 @@ def _by_counts(group: Any, checks: Checks) -> None:
     modes = set()
 
     def experts(x: torch.Tensor, meta: Any, ids: torch.Tensor) -> torch.Tensor:
-        modes.add(meta.expert_num_tokens_cpu is None)
+        modes.add(made._handles[0][1] is not None)  # the ids of a decoding step
         return vllm_parts.standard_experts(x, ids, first, num_local)
 
     for step, most in enumerate((30, 8, 12, 13, 1)):

@@ -15,8 +15,8 @@ BASES = {"vllm": BASE, "sglang": "none", "megatron": "alltoall", "torchtitan": "
 class Row:
     """One run.
 
-    front: offline (the engine alone), http (the server), figures (the server, timed in turn with its
-    base's), training.
+    front: offline (the engine alone), http (the server), figures (the server, timed in turn with
+    its base's), training.
     options: see OPTIONS.
     """
 
@@ -214,7 +214,7 @@ def variables(row: Row) -> dict[str, str]:
     if row.server == "vllm" and {"native", "auto"} & set(row.options):
         found["DEEP_COMM_VLLM"] = "1"
     if "native" in row.options:
-        found["DEEP_COMM_DECODE_TOKENS"] = "1"
+        found["DEEP_COMM_DECODE_TOKENS"] = "0"
     if "auto" in row.options:
         found["DEEP_COMM_DECODE_TOKENS"] = _auto_tokens(row)
     if row.is_control:

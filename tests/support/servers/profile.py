@@ -54,14 +54,13 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
-        return json.load(file)["traceEvents"]
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
 
 
 def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Steps by their requests, of prompts and of single tokens: from the host's begin of one to that
-    of the next. Kernels: microseconds in all, and how many. busy: share of the time with a kernel.
+    """Steps by their requests, of prompts and of single tokens: from the host's begin of one to the
+    next one's. Kernels: microseconds in all, and how many. busy: share of the time with a kernel.
     """
     timed = [event for event in events if event.get("ph") == "X"]
     kernels = [one for one in timed if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -80,8 +79,7 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     most = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_NUM_KERNELS]
     return dict(
         steps={
-            kind: dict(count=len(ms), median_ms=statistics.median(ms))
-            for kind, ms in after.items()
+            kind: dict(count=len(ms), median_ms=statistics.median(ms)) for kind, ms in after.items()
         },
         busy=_busy(kernels),
         kernels=[
