@@ -34,9 +34,10 @@ class NormalPrepareFinalize(PrepareFinalize):
 
     The mode of a step depends on the largest number of tokens of a rank. vLLM exchanges the numbers
     before every step, so that ranks agree without an exchange of ours. Where vLLM does not tell
-    them, and with dual-batch overlap, the mode is normal. In normal mode the host waits for the
-    number of rows that came, but in steps that CUDA graphs may hold, and in small steps of which
-    most tokens come. Their experts get as many rows as all ranks have tokens, as in decoding steps.
+    them, with dual-batch overlap, and of rows of another dtype than bfloat16, the mode is normal.
+    In normal mode the host waits for the number of rows that came, but in steps that CUDA graphs
+    may hold, and in small steps of which most tokens come. Their experts get as many rows as all
+    ranks have tokens, as in decoding steps.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class NormalPrepareFinalize(PrepareFinalize):
 
     def _send(self, step: Step) -> Pending[Prepared]:
         tokens_of_ranks = self._tokens_of_ranks()
-        most_tokens = self._tokens_of_decoding(tokens_of_ranks)
+        most_tokens = self._tokens_of_decoding(tokens_of_ranks, step.a1.dtype)
         if most_tokens is not None:
             return self._decode(step, most_tokens)
         quant_config = step.quant_config
@@ -142,13 +143,17 @@ class NormalPrepareFinalize(PrepareFinalize):
 
         return receive
 
-    def _tokens_of_decoding(self, tokens_of_ranks: list[int] | None) -> int | None:
+    def _tokens_of_decoding(
+        self, tokens_of_ranks: list[int] | None, dtype: torch.dtype
+    ) -> int | None:
         """The most that a rank may have in this step; None: it is no decoding step.
 
-        With dual-batch overlap it is none: low-latency mode would not let the other half compute
-        meanwhile.
+        Low-latency mode has rows of bfloat16 alone. With dual-batch overlap it would not let the
+        other half compute meanwhile.
         """
-        if not self.decode_tokens or tokens_of_ranks is None or vllm.dbo_enabled():
+        if not self.decode_tokens or tokens_of_ranks is None or dtype != torch.bfloat16:
+            return None
+        if vllm.dbo_enabled():
             return None
         most = max(tokens_of_ranks)
         return max(1, most) if most <= self.decode_tokens else None

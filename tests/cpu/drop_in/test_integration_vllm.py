@@ -434,9 +434,9 @@ def test_decode_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         manager = adapter.NormalManager(group)
         made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
         assert made.decode_tokens == 64
-        assert made._tokens_of_decoding(None) is None  # nobody tells: normal mode
+        assert made._tokens_of_decoding(None, torch.bfloat16) is None  # nobody tells: normal mode
         for tokens, found in (([3, 64], 64), ([3, 2], 3), ([0, 0], 1), ([65, 64], None)):
-            assert made._tokens_of_decoding(tokens) == found
+            assert made._tokens_of_decoding(tokens, torch.bfloat16) == found
 
         monkeypatch.delenv("DEEP_COMM_DECODE_TOKENS")
         assert adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0).decode_tokens == 128
@@ -476,9 +476,12 @@ def test_the_host_waits_by_the_size_of_a_step(
     if tokens is None:
         with pytest.raises(UnsupportedError, match="--enforce-eager"):
             made._num_rows(tokens, num_topk)
-    assert made._tokens_of_decoding([3, 4]) == 4
+    assert made._tokens_of_decoding([3, 4], torch.bfloat16) == 4
+    assert made._tokens_of_decoding([3, 4], torch.float16) is None
     monkeypatch.setattr(interface, "dbo_enabled", lambda: True)
-    assert made._tokens_of_decoding([3, 4]) is None  # the halves of the step overlap
+    assert (
+        made._tokens_of_decoding([3, 4], torch.bfloat16) is None
+    )  # the halves of the step overlap
 
 
 def test_experts_that_ranks_do_not_divide_have_their_own_ids() -> None:
