@@ -54,7 +54,7 @@ class NormalPrepareFinalize(PrepareFinalize):
             buffer: serves decoding too if it is in low_latency_mode; else decoding makes one of its
                 own, for the hidden size of its first step, which all layers share.
             num_dispatchers: ranks of the group.
-            dp_size, rank_expert_offset: not used. An offset says nothing of the others' experts.
+            dp_size, rank_expert_offset: vLLM gives them; not used, since Buffer knows its experts.
             decode_tokens: a step in which no rank has more tokens is a decoding step; 0: none is.
                 Default: DEEP_COMM_DECODE_TOKENS, else 128. Equal on all ranks.
             tokens_of_ranks: tells the numbers of tokens of all ranks, alike on all ranks.
@@ -67,8 +67,6 @@ class NormalPrepareFinalize(PrepareFinalize):
             raise ArgumentError("decode_tokens", decode_tokens, "must not be negative")
         self.buffer = buffer
         self.decode_buffer = buffer if buffer.low_latency_mode else None
-        self.dp_size = dp_size
-        self.rank_expert_offset = rank_expert_offset
         self.decode_tokens = decode_tokens
         self._tokens_of_ranks = tokens_of_ranks
         self._ids: dict[tuple[int, torch.dtype], Tensor] = {}

@@ -69,7 +69,11 @@ def _let_workspaces_grow() -> None:
 
     @functools.wraps(lock)
     def keep(self: Any) -> None:
-        self._kept_for_graphs = list(self._current_workspaces)
+        workspaces = getattr(self, "_current_workspaces", None)
+        if workspaces is None:
+            return lock(self)  # another vLLM, whose workspaces nobody could keep
+        self._kept_for_graphs = list(workspaces)
+        return None
 
     WorkspaceManager.lock = keep
 

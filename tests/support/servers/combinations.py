@@ -70,7 +70,7 @@ OPTIONS = {
     "dbo": "dual-batch overlap",
     "even": "prompts of the same lengths on both ranks, which so take the same steps",
     "native": "deep_comm's adapter in the place of the server's own, each mode alone",
-    "auto": "the native adapter with low-latency steps of up to 32 tokens, in CUDA graphs 16",
+    "auto": "the native adapter with low-latency steps: 32 tokens, in graphs 16, in figures 128",
     "chunked": "64 tokens in a step: longer prompts are prefilled in chunks",
     "prefix": "prefix caching: prompts with a common beginning, each asked for twice",
     "eplb": "two redundant experts, and experts moved every 32 steps",
