@@ -10,7 +10,7 @@
 //        worst-case mode: recv_src_idx, recv_rows past the received tokens: -1
 // modes  as the dispatch. Direct: rows of a chunk of tokens when its word says that they have landed.
 //        Rings: a token per warp after the dispatch
-// grid   any number of blocks and warps; chunks are taken in rotation over the sources
+// grid   any number of blocks and warps; tokens are taken in rotation over the sources' chunks
 // smem   TokenRows, one per warp, then an Arriving
 // words  expanding · this rank · written by the dispatch's block 0, relaxed, value in data; zeroed by
 //        the last block of this kernel
@@ -33,7 +33,7 @@ namespace deep_comm {
 template <class T>
 DC_DEVICE void copy_to_rows(uint8_t* base, const uint8_t* row, int row_bytes, const TokenRows& rows,
                             int first_row, int num_rows) {
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = 7;  // a row of 14 KB in four trips to memory
   const int num_units = row_bytes / static_cast<int>(sizeof(T));
   const T* src = reinterpret_cast<const T*>(row);
   for (int first = arch::lane_idx(); first < num_units; first += kUnroll * kWarpSize) {
@@ -176,6 +176,7 @@ struct Arriving {
   DispatchMode mode;
   uint32_t generation;        // of the dispatch
   int num_tokens[kMaxRanks];  // direct mode: of each source
+  int num_before[kMaxRanks];  // received tokens of the sources before it
 
   DC_DEVICE static Arriving& of_block() {
     TokenRows* rows = reinterpret_cast<TokenRows*>(arch::dynamic_smem());
@@ -187,7 +188,8 @@ struct Arriving {
 };
 
 // The first warp of a block. A wait that fails leaves the mode kFailed.
-DC_DEVICE void find_arriving(const World& world, Arriving* arriving) {
+DC_DEVICE void find_arriving(const ExpandRowsArgs& args, Arriving* arriving) {
+  const World& world = args.world;
   const int lane = arch::lane_idx();
   const Context before{world, Kernel::kExpandRows, 0};
   uint64_t word = 0;
@@ -208,6 +210,9 @@ DC_DEVICE void find_arriving(const World& world, Arriving* arriving) {
          await_tagged_alone(context, &world.recv_line(world.rank, 0, lane)->num_tokens,
                             {Stage::kDone, Word::kTokenCount, lane, -1}, &num_tokens);
     arriving->num_tokens[lane] = static_cast<int>(num_tokens);
+    arriving->num_before[lane] =
+        lane == 0 ? 0
+                  : arch::ld_nc(args.rank_prefix_matrix + (lane - 1) * world.num_ranks + world.rank);
   }
   if (!arch::all(kFullMask, ok)) mode = DispatchMode::kFailed;
   if (lane == 0) {
@@ -232,16 +237,19 @@ DC_DEVICE bool await_landed(const Context& context, int source, int chunk, Lande
   return arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
 }
 
-// Direct mode, the whole grid: each chunk once. No chunk is taken ahead or fixed in advance: most
-// warps wait, and blocks that begin late should find nothing left.
+// Direct mode, the whole grid: each token once, a warp's own, so that several warps copy the chunk
+// that lands last. None is taken ahead or fixed in advance: most warps wait, and blocks that begin
+// late should find nothing left.
 DC_DEVICE void copy_landing_tokens(const ExpandRowsArgs& args, const ExpandedOutput& output,
                                    const Arriving& arriving) {
   const World& world = args.world;
   const Context context{world, Kernel::kExpandRows, arriving.generation};
   const int num_ranks = world.num_ranks;
-  int most_chunks = 0;
+  int most_chunks = 0, most_shift = 0;
   for (int source = 0; source < num_ranks; ++source) {
-    most_chunks = max_of(most_chunks, TokenChunks::of(arriving.num_tokens[source]).num_chunks());
+    const TokenChunks chunks = TokenChunks::of(arriving.num_tokens[source]);
+    most_chunks = max_of(most_chunks, chunks.num_chunks());
+    most_shift = max_of(most_shift, chunks.shift);
   }
   while (true) {
     uint32_t number = 0;
@@ -249,18 +257,17 @@ DC_DEVICE void copy_landing_tokens(const ExpandRowsArgs& args, const ExpandedOut
       number = arch::atomic_add_relaxed_gpu(&taken_work(context)->num_chunks[0], 1u);
     }
     number = arch::shfl(kFullMask, number, 0);
-    const int chunk = number / num_ranks, source = (world.rank + number) % num_ranks;
+    const uint32_t idx = number & ((1u << most_shift) - 1);  // among the chunk's tokens
+    const uint32_t turn = number >> most_shift;
+    const int chunk = turn / num_ranks, source = (world.rank + turn) % num_ranks;
     if (chunk >= most_chunks) return;
-    if (chunk >= TokenChunks::of(arriving.num_tokens[source]).num_chunks()) continue;
+    const TokenChunks chunks = TokenChunks::of(arriving.num_tokens[source]);
+    if (chunk >= chunks.num_chunks() || idx >> chunks.shift != 0) continue;
     LandedRows rows;
     if (!await_landed(context, source, chunk, &rows)) return;
-    const int before =
-        source == 0 ? 0
-                    : arch::ld_nc(args.rank_prefix_matrix + (source - 1) * num_ranks + world.rank);
-    const int first = before + static_cast<int>(rows.first);
+    const int token = arriving.num_before[source] + static_cast<int>(rows.first + idx);
     // Tokens past the limit have been dropped.
-    const int end = min_of(first + static_cast<int>(rows.count), args.num_tokens_limit);
-    for (int token = first; token < end; ++token) copy_token(args, output, token);
+    if (idx < rows.count && token < args.num_tokens_limit) copy_token(args, output, token);
   }
 }
 
@@ -281,7 +288,7 @@ DC_DEVICE void expand_rows(const ExpandRowsArgs& args) {
                 arch::num_blocks() * arch::num_threads());
   }
   Arriving& arriving = Arriving::of_block();
-  if (arch::warp_idx() == 0) find_arriving(world, &arriving);
+  if (arch::warp_idx() == 0) find_arriving(args, &arriving);
   arch::sync_block();
   const DispatchMode mode = arriving.mode;
   if (mode == DispatchMode::kDirect) copy_landing_tokens(args, output, arriving);
