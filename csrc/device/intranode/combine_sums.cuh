@@ -5,14 +5,15 @@
 //
 // in     as reduce_experts, and what combine gets
 // out    rows of all peers' staging; reduced_x, reduced_weights, as reduce_experts
-// grid   any number of blocks and warps. Each block has every n-th chunk, its warps take turns with
-//        parts of these
+// grid   any number of blocks. Each block has every n-th chunk, its warps take turns with parts of
+//        these; its last warp publishes for the others (sync/publisher.cuh says why)
 // smem   TokenRows, one per warp, then SumsEntry
 // words  arrived, staging_line, staging_rows · as combine, for which block 0 announces
 //        recv_line.landed · owner: receiver, this rank too · the chunk of rows is there · fence and
 //        relaxed store / acquire sys. Staged mode alone: otherwise combine awaits the end of this
 // before entry: as combine
-// waits  for the entry of all ranks, whose combine_sums announces it before it waits
+// waits  for the entry of all ranks, whose combine_sums announces it before it waits; the publisher
+//        for the other warps of its block, which wait for nothing more
 // not promised: rows that a worst-case handle has dropped, which dispatch has reported: their places
 //        keep what they held
 #pragma once
@@ -25,9 +26,12 @@ namespace deep_comm {
 
 // What the warps of one block share.
 struct SumsEntry {
+  static constexpr uint32_t kComplete = ~0u;
+
   CombineMode mode;
   uint32_t staging_lines[kMaxRanks];
-  uint32_t num_done[1];  // [most_chunks] complete parts of a chunk, by the block's own count
+  uint32_t bell;         // counts complete chunks
+  uint32_t num_done[1];  // [most_chunks] parts of a chunk, by the block's own count; or kComplete
 
   // The chunks of one of num_blocks blocks, at most.
   DC_HOST_DEVICE static constexpr int most_chunks(int num_ranks, int num_blocks) {
@@ -66,7 +70,7 @@ class PartTurns {
         returned_(args),
         parts_of_row_(ceil_div(args.message.row_bytes / 16, RowPart::kNumVecs)),
         parts_of_chunk_(parts_of_row_ * returned_.most_chunk_rows()),
-        turn_(arch::warp_idx()) {}
+        turn_(arch::warp_idx()) {}  // not of the last warp, which publishes
 
   DC_DEVICE int parts_of_row() const { return parts_of_row_; }
   DC_DEVICE RowPart next() {
@@ -75,7 +79,7 @@ class PartTurns {
       const int item =
           chunks_.at(static_cast<uint32_t>(idx * arch::num_blocks() + arch::block_idx()));
       if (item == chunks_.kEnd) return {};
-      turn_ += arch::num_warps();
+      turn_ += arch::num_warps() - 1;
       const Chunk chunk = returned_.chunk(item);
       const int row = part / parts_of_row_;
       if (row >= chunk.num_rows) continue;  // short, or none
@@ -108,7 +112,6 @@ class SumPlaces {
                                                        num_staged_rows(combine, peer, rank)));
     }
   }
-  DC_DEVICE bool is_staged() const { return is_staged_; }
   DC_DEVICE uint8_t* row(const RowPart& part) const {
     return at_peer(part)
                ? slot(part)
@@ -134,18 +137,64 @@ class SumPlaces {
   uint64_t place_ = 0;
 };
 
-// One lane, when a part is complete: the last part of a chunk sets its word.
-DC_DEVICE void complete_part(const Context& context, SumsEntry* entry, const RowPart& part,
-                             int parts_of_row) {
-  const World& world = context.world;
+// One lane, when a part is done: the last part of a chunk completes it.
+DC_DEVICE void complete_part(SumsEntry* entry, const RowPart& part, int parts_of_row) {
   // acq_rel, pairs with itself: the warp that completes the chunk has what the others have stored.
   const uint32_t num_done = 1 + arch::atomic_add_acq_rel_cta(&entry->num_done[part.chunk_idx], 1u);
   const uint32_t num_all = static_cast<uint32_t>(part.chunk_rows * parts_of_row);
   if (num_done != (arch::fault(Fault::kEarlySums) ? 1u : num_all)) return;
-  if (arch::fault(Fault::kLostSums)) return;
-  // pairs with: TokenWatch::look — the chunk's rows
-  arch::st_release_sys(landed_word(world, part.peer(), world.rank, part.item % kMaxChunks),
-                       Tagged::pack(context.generation, 1));
+  // pairs with: publish_sums, which may read the word before the bell rings — the chunk's rows
+  arch::st_release_cta(&entry->num_done[part.chunk_idx], SumsEntry::kComplete);
+  // pairs with: publish_sums — the word
+  arch::atomic_add_acq_rel_cta(&entry->bell, 1u);
+}
+
+// One warp: sets the words of the block's complete chunks. A lane has every 32nd chunk of the block.
+DC_DEVICE void publish_sums(const Context& context, const CombineArgs& args, SumsEntry* entry) {
+  const ChunkRotation<true> chunks(args);
+  const int lane = arch::lane_idx();
+  int idx = lane - kWarpSize, item = chunks.kNone;
+  while (true) {
+    // The next chunk of each lane that has none. The whole warp finds it.
+    while (const uint32_t wanting = arch::ballot(kFullMask, item == chunks.kNone)) {
+      const int other = arch::ffs(wanting) - 1;
+      const int next_idx = arch::shfl(kFullMask, idx, other) + kWarpSize;
+      const int next =
+          chunks.at(static_cast<uint32_t>(next_idx * arch::num_blocks() + arch::block_idx()));
+      if (lane == other) {
+        idx = next_idx;
+        item = next;
+      }
+    }
+    if (arch::all(kFullMask, item == chunks.kEnd)) return;
+    // Reads the bell before any lane reads its word: a later chunk rings again.
+    const uint32_t rung = arch::ld_acquire_cta(&entry->bell);
+    arch::sync_warp();
+    // Relaxed: with the fence below an acquire.
+    const bool is_complete =
+        item >= 0 && arch::ld_relaxed_cta(&entry->num_done[idx]) == SumsEntry::kComplete;
+    if (arch::any(kFullMask, is_complete)) {
+      // With the store below, a release; pairs with: TokenWatch::look — the chunk's rows
+      arch::fence_acq_rel_sys();
+      if (is_complete) {
+        if (!arch::fault(Fault::kLostSums)) {
+          arch::st_relaxed_sys(landed_word(context.world, item / kMaxChunks, context.world.rank,
+                                           item % kMaxChunks),
+                               Tagged::pack(context.generation, 1));
+        }
+        item = chunks.kNone;
+      }
+      continue;
+    }
+    bool ok = true;
+    if (lane == 0) {
+      uint32_t seen = 0;
+      ok = await<Scope::kCta>(
+          context, &entry->bell, {Stage::kRetire, Word::kProgress, context.world.rank, -1},
+          rung + 1, [=](uint32_t value) { return value != rung; }, &seen);
+    }
+    if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+  }
 }
 
 template <Dtype kDtype>
@@ -158,6 +207,7 @@ DC_DEVICE void combine_sums(const CombineSumsArgs& args) {
   for (int idx = arch::thread_idx(); idx < most_chunks; idx += arch::num_threads()) {
     entry.num_done[idx] = 0;
   }
+  if (arch::thread_idx() == 0) entry.bell = 0;
   // Combine advances the generation: all threads have read it.
   arch::sync_block();
   arch::allow_later_launch();
@@ -169,6 +219,11 @@ DC_DEVICE void combine_sums(const CombineSumsArgs& args) {
   // Hands each lane's acquire to all warps.
   arch::sync_block();
   if (entry.mode == CombineMode::kFailed) return;
+  const bool is_staged = entry.mode == CombineMode::kStaged;
+  if (arch::warp_idx() == arch::num_warps() - 1) {
+    if (is_staged) publish_sums(context, args.combine, &entry);
+    return;
+  }
 
   TokenRows& rows = TokenRows::of_warp();
   const int num_tokens = num_received(world, sums.rank_prefix_matrix, sums.num_tokens_limit);
@@ -197,9 +252,7 @@ DC_DEVICE void combine_sums(const CombineSumsArgs& args) {
       }
     }
     arch::sync_warp();  // what the lanes have stored
-    if (places.is_staged() && arch::lane_idx() == 0) {
-      complete_part(context, &entry, part, turns.parts_of_row());
-    }
+    if (is_staged && arch::lane_idx() == 0) complete_part(&entry, part, turns.parts_of_row());
     part = next;
   }
 }
