@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ if str(SITE) not in sys.path:
     sys.path.insert(0, str(SITE))
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 16, 4, 256
+
+
+def vllm_quant(kind: str) -> SimpleNamespace:
+    """What vLLM says of how experts take their rows."""
+    fp8 = kind == "fp8"
+    return SimpleNamespace(
+        is_block_quantized=fp8, quant_dtype=torch.float8_e4m3fn if fp8 else None,
+        block_shape=[128, 128] if fp8 else None, per_act_token_quant=False, a1_scale=None,
+        a1_gscale=None, a2_scale=None, is_scale_swizzled=True,
+    )  # fmt: skip
 
 
 def device() -> torch.device:

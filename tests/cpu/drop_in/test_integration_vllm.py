@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import gc
 import inspect
-import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import drop_in
 import pytest
 import torch
-from drop_in import HIDDEN, NUM_EXPERTS
+from drop_in import HIDDEN, NUM_EXPERTS, vllm_quant
 from run_by import run_by
-
-from deep_comm import UnsupportedError, errors, local
-
-STUBS = Path(__file__).resolve().parents[2] / "support" / "stubs"
-sys.path.insert(0, str(STUBS))
-
 from vllm import config as vllm_config
 from vllm import forward_context
 from vllm.distributed.device_communicators import all2all, base_device_communicator
@@ -30,28 +22,12 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.v1.worker import ubatching
 
+from deep_comm import UnsupportedError, errors, local
 from deep_comm.integrations import vllm as adapter
 from deep_comm.integrations.vllm import interface
 
 FORMAT = modular_kernel.FusedMoEActivationFormat
-
-
-@pytest.fixture(autouse=True)
-def server_defaults(on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_DEEPEP_BUFFER_SIZE_MB", "16")
-    monkeypatch.setattr(all2all, "DeepEPHTAll2AllManager", all2all.DeepEPHTAll2AllManager)
-    monkeypatch.setattr(all2all, "DeepEPLLAll2AllManager", all2all.DeepEPLLAll2AllManager)
-    for name in ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"):
-        monkeypatch.setattr(all2all_utils, name, getattr(all2all_utils, name))
-
-
-def quant(kind: str) -> SimpleNamespace:
-    fp8 = kind == "fp8"
-    return SimpleNamespace(
-        is_block_quantized=fp8, quant_dtype=torch.float8_e4m3fn if fp8 else None,
-        block_shape=[128, 128] if fp8 else None, per_act_token_quant=False, a1_scale=None,
-        a1_gscale=None, a2_scale=None, is_scale_swizzled=True,
-    )  # fmt: skip
+pytestmark = pytest.mark.usefixtures("vllm_defaults")
 
 
 @pytest.mark.parametrize("ours", [adapter.NormalPrepareFinalize, adapter.LowLatencyPrepareFinalize])
@@ -148,7 +124,7 @@ def test_standard_format_prefill_and_decode(
             x, ids, weights = drop_in.routed(rank, tokens, num_topk=num_topk, seed=step)
             forward_context.set_tokens_of_ranks(torch.tensor([most, most // 2]))
             a1q, scale, meta, recv_ids, recv_weights = prepare_finalize.prepare(
-                x, weights, ids, NUM_EXPERTS, None, False, quant(kind)
+                x, weights, ids, NUM_EXPERTS, None, False, vllm_quant(kind)
             )
             modes.append(prepare_finalize._handles[0][1] is not None)
             first = rank * num_local
@@ -189,7 +165,7 @@ def test_router_weight_on_the_input(group, /) -> None:
     )
     x, ids, weights = drop_in.routed(rank, 7, num_topk=1)
     rows, scale, _, recv_ids, recv_weights = prepare_finalize.prepare(
-        x, weights, ids, NUM_EXPERTS, None, True, quant("bf16")
+        x, weights, ids, NUM_EXPERTS, None, True, vllm_quant("bf16")
     )
     out = standard_experts(rows, scale, recv_ids, recv_weights, rank * num_local, num_local)
     output = torch.empty_like(x)
@@ -200,7 +176,7 @@ def test_router_weight_on_the_input(group, /) -> None:
     assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
     with pytest.raises(errors.ArgumentError, match="apply_router_weight_on_input"):
         x, ids, weights = drop_in.routed(rank, 7)
-        prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, True, quant("bf16"))
+        prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, True, vllm_quant("bf16"))
     group.barrier()
 
 
@@ -226,7 +202,7 @@ def test_two_micro_batches_of_the_standard_format(
                 inputs.append((x, ids, weights))
                 receivers.append(
                     prepare_finalize.prepare_async(
-                        x, weights, ids, NUM_EXPERTS, None, False, quant("bf16")
+                        x, weights, ids, NUM_EXPERTS, None, False, vllm_quant("bf16")
                     )
                 )
             for batch in range(2):
@@ -250,173 +226,6 @@ def test_two_micro_batches_of_the_standard_format(
         group.barrier()
 
     local.run(fn, 2, timeout_s=60)
-
-
-class Experts:
-    def __init__(self, takes_exponents: bool) -> None:
-        self._takes = takes_exponents
-
-    def supports_packed_ue8m0_act_scales(self) -> bool:
-        return self._takes
-
-
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0", "fp8 again"])
-@pytest.mark.parametrize("is_moved", [False, True])
-@run_by(local.run, 2, timeout_s=60)
-def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
-    rank, num_ranks = group.rank(), group.size()
-    num_local = NUM_EXPERTS // num_ranks
-    adapter.register()
-    manager = all2all.DeepEPLLAll2AllManager(group)
-    assert manager.max_sms_used() == 0
-    hidden, max_tokens = 2 * HIDDEN, 12
-    tables = None
-    if is_moved:
-        physical = torch.arange(NUM_EXPERTS, dtype=torch.int32).flip(0)
-        tables = (physical, physical, physical[rank * num_local :][:num_local])
-    prepare_finalize = all2all_utils.make_low_latency(
-        manager, max_tokens, hidden, NUM_EXPERTS, kind != "bf16", tables
-    )
-    assert isinstance(prepare_finalize, adapter.LowLatencyPrepareFinalize)
-    assert prepare_finalize.activation_format is FORMAT.BatchedExperts
-    assert prepare_finalize.max_num_tokens_per_rank() == max_tokens
-    prepare_finalize.post_init_setup(Experts(kind == "ue8m0"))
-    config = quant("bf16" if kind == "fp8 again" else "fp8" if kind != "bf16" else "bf16")
-    for step in range(3):
-        x, ids, weights = drop_in.routed(rank, (5 * rank + step) % 12, hidden=hidden, seed=step)
-        hook, receiver = prepare_finalize.prepare_async(
-            x, weights, ids, NUM_EXPERTS, None, False, config
-        )
-        hook()
-        rows, scales, meta, recv_ids, recv_weights = receiver()
-        assert recv_ids is None and recv_weights is None
-        counts = meta.expert_num_tokens
-        if kind == "ue8m0":
-            assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
-            packed = scales.squeeze(-1).contiguous().unsqueeze(-1)
-            exponents = packed.view(torch.uint8).to(torch.int32) - 127
-            scales = torch.exp2(exponents.float())
-        values = rows.float() if scales is None else drop_in.dequantised(rows, scales)
-        moved = prepare_finalize.global_to_physical
-        first = rank * num_local
-        out = torch.zeros(rows.shape, dtype=torch.bfloat16)
-        for expert, count in enumerate(counts.tolist()):
-            factor = first + expert
-            factor = NUM_EXPERTS - factor if moved is not None else factor + 1
-            out[expert, :count] = (values[expert, :count] * factor).to(torch.bfloat16)
-        memory = prepare_finalize.allocate_fused_expert_output(
-            tuple(out.shape), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
-        )
-        assert memory is not None and memory.shape == out.shape
-        assert prepare_finalize.allocate_fused_expert_output(
-            (1, 2, 3), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
-        ) is None  # fmt: skip
-        if step == 1:  # experts that wrote elsewhere
-            memory.fill_(float("nan"))
-            memory = out
-        else:
-            memory.copy_(out)
-        output = torch.full_like(x, float("nan"))
-        hook, receiver = prepare_finalize.finalize_async(
-            output, memory, weights, ids, False, TopKWeightAndReduceDelegate()
-        )
-        hook()
-        receiver()
-        wanted = drop_in.dense(x, ids, weights)
-        tolerance = 0.08 * float(wanted.abs().max()) if "fp8" in kind and len(x) else 0.0
-        if len(x):
-            assert float((output.float() - wanted).abs().max()) <= tolerance
-    with pytest.raises(errors.ArgumentError, match="weight_and_reduce_impl"):
-        prepare_finalize.finalize(output, out, weights, ids, False, TopKWeightAndReduceContiguous())
-    with pytest.raises(UnsupportedError, match="defer_input_quant"):
-        prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, False, config, True)
-    group.barrier()
-
-
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_rows_of_four_bits_where_experts_take_them(is_asked: bool, monkeypatch) -> None:
-    monkeypatch.setenv("VLLM_DEEPEPLL_NVFP4_DISPATCH", str(int(is_asked)))
-
-    def fn(group):
-        rank, num_ranks = group.rank(), group.size()
-        hidden, first = 2 * HIDDEN, drop_in.first_of(rank, num_ranks)
-        adapter.register()
-        prepare_finalize = all2all_utils.make_low_latency(
-            all2all.DeepEPLLAll2AllManager(group), 12, hidden, NUM_EXPERTS, False, None
-        )
-        config = quant("bf16")
-        config.quant_dtype, config.a1_gscale = "nvfp4", torch.full((1,), 448.0)
-        x, ids, weights = drop_in.routed(rank, 5 + rank, hidden=hidden)
-        x[:, ::16] = 6.0  # so that all values are exact
-        rows, scales, meta, _, _ = prepare_finalize.prepare(
-            x, weights, ids, NUM_EXPERTS, None, False, config
-        )
-        if is_asked:
-            assert rows.shape[-1] == hidden // 2 and rows.is_contiguous()
-            rows = drop_in.dequantised_nvfp4(rows.permute(1, 2, 0), scales, config.a1_gscale)
-        else:
-            assert rows.dtype == torch.bfloat16  # such experts quantise themselves
-        out = drop_in.masked_experts(rows, meta.expert_num_tokens, first)
-        output = torch.empty_like(x)
-        prepare_finalize.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
-        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
-        group.barrier()
-
-    local.run(fn, 2, timeout_s=60)
-
-
-def test_fault_tolerance_asks_the_buffer_made_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM does after each step, and once it has dealt with a fault."""
-    parallel = SimpleNamespace(enable_fault_tolerance=True)
-    config = SimpleNamespace(parallel_config=parallel)
-    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: config)
-    sizes = dict(
-        max_num_tokens_per_dp_rank=8, token_hidden_size=HIDDEN, num_ep_ranks=2,
-        num_global_experts=NUM_EXPERTS, num_local_experts=NUM_EXPERTS // 2,
-    )  # fmt: skip
-
-    def fn(group):
-        rank = group.rank()
-        manager = adapter.LowLatencyManager(group)
-        assert manager.support_fault_tolerance
-        with pytest.raises(UnsupportedError, match="no Buffer"):
-            manager.query_active_mask()
-        buffer = manager.get_handle(sizes)
-        assert buffer.enable_shrink
-        assert manager.query_active_mask().tolist() == [0, 0] and not manager.query_fault()
-        group.barrier()
-        buffer.low_latency_update_mask_buffer(1 - rank, True)
-        assert manager.query_fault() and manager.query_active_mask().sum() == 1
-        group.barrier()
-        manager.clean_buffers()
-        assert not manager.query_fault()
-        made = adapter.LowLatencyPrepareFinalize(buffer, 8, 2)
-        x, ids, weights = drop_in.routed(rank, 3 + rank)
-        rows, _, meta, _, _ = made.prepare(x, weights, ids, NUM_EXPERTS, None, False, quant("bf16"))
-        out = drop_in.masked_experts(rows, meta.expert_num_tokens, rank * NUM_EXPERTS // 2)
-        output = torch.empty_like(x)
-        made.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
-        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
-        group.barrier()
-        manager.destroy()
-
-    local.run(fn, 2, timeout_s=60)
-
-
-@run_by(local.run, 1, timeout_s=60)
-def test_without_fault_tolerance_no_rank_is_masked_out(group, /) -> None:
-    manager = adapter.LowLatencyManager(group)
-    assert not manager.support_fault_tolerance
-    sizes = dict(
-        max_num_tokens_per_dp_rank=8, token_hidden_size=HIDDEN, num_ep_ranks=1,
-        num_global_experts=NUM_EXPERTS,
-    )  # fmt: skip
-    assert manager.buffer_arguments(sizes)["enable_shrink"] is False
-    with pytest.raises(UnsupportedError, match="fault tolerance is off"):
-        manager.query_active_mask()
-    with pytest.raises(UnsupportedError, match="low latency's alone"):
-        adapter.NormalManager(group).query_active_mask()
-    manager.clean_buffers()
 
 
 def test_hidden_sizes_are_not_rounded_up_for_nothing() -> None:
@@ -504,7 +313,7 @@ def test_rows_with_one_scale_for_all_have_zeros_behind_them(
         return rows, None
 
     monkeypatch.setattr(interface, "moe_kernel_quantize_input", quantise)
-    config = quant("bf16")
+    config = vllm_quant("bf16")
     config.quant_dtype = torch.float8_e4m3fn
 
     def fn(group):
@@ -570,7 +379,7 @@ def test_scales_of_rows_that_came_as_they_were_have_the_order_that_experts_take(
         manager = adapter.NormalManager(group)
         made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
         x, ids, weights = drop_in.routed(0, 3)
-        config = quant("bf16")
+        config = vllm_quant("bf16")
         config.is_scale_swizzled = is_scale_swizzled
         made.prepare(x, weights, ids, NUM_EXPERTS, None, False, config)
 

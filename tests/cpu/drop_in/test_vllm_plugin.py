@@ -6,19 +6,14 @@ import gc
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from deep_comm import UnsupportedError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support" / "stubs"))
-
 from vllm.config.compilation import CompilationConfig
 from vllm.distributed.device_communicators import all2all
 from vllm.model_executor.layers.fused_moe import all2all_utils
 from vllm.v1.worker.workspace import WorkspaceManager
 
+from deep_comm import UnsupportedError
 from deep_comm.integrations import vllm as adapter
 from deep_comm.integrations import vllm_plugin
 from deep_comm.integrations.vllm import interface

@@ -220,7 +220,7 @@ def variables(row: Row) -> dict[str, str]:
     if row.is_control:
         found["SERVERS_WRONG"] = "1"
     if "refused" in row.options:
-        # The drop-in's rings are of the size that vLLM asks for. The native adapter's shrink to fit.
+        # The drop-in's rings have the size that vLLM asks for; the native adapter's shrink to fit.
         found["VLLM_DEEPEP_BUFFER_SIZE_MB"] = "0" if "native" in row.options else "1"
     if row.backend == _V2:
         # vLLM asks for a newer NCCL and for an InfiniBand card before it lets deepep_v2 run.
