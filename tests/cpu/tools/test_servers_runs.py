@@ -264,16 +264,30 @@ def test_tokens_are_kept_when_the_dense_model_is_cut_off_and_compared_later(tmp_
         assert done.returncode == int(is_cut_off)
 
 
+ANSWERS = """
+import http.server, sys
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
 @pytest.mark.parametrize(
-    ("code", "is_good"),
+    ("code", "failure"),
     [
-        ("raise __import__('deep_comm').errors.ArgumentError('sizes', 1, 'too small')", True),
-        ("raise SystemExit(1)", False),
-        ("import time; time.sleep(100)", False),
+        ("raise __import__('deep_comm').errors.ArgumentError('sizes', 1, 'too small')", None),
+        ("raise SystemExit(1)", "no error of deep_comm"),
+        ("import time; time.sleep(100)", "no error of deep_comm"),
+        (ANSWERS, "the server has started"),
     ],
 )
 def test_a_server_that_cannot_work_must_end_with_our_message(
-    code: str, is_good: bool, tmp_path: Path
+    code: str, failure: str | None, tmp_path: Path
 ) -> None:
     package = tmp_path / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
@@ -281,8 +295,8 @@ def test_a_server_that_cannot_work_must_end_with_our_message(
     limit_s = 5 if "sleep" in code else 60
     machine = dataclasses.replace(machine_at(tmp_path, limit_s=limit_s), paths=(str(tmp_path),))
     row = BY_NAME["vllm/http/qwen/deepep_high_throughput:refused"]
-    if not is_good:
-        with pytest.raises(runs.Failed, match="no error of deep_comm"):
+    if failure is not None:
+        with pytest.raises(runs.Failed, match=failure):
             serving.run(row, machine)
         return
     result = serving.run(row, machine)

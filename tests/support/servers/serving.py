@@ -65,6 +65,14 @@ class Up:
     kill: Any  # ends it by SIGKILL
 
 
+def _answers(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def served(row: Row, machine: Machine, log: Path) -> Iterator[Up]:
     """A server that answers. Raises Failed if it ends, or does not come in time."""
@@ -77,11 +85,9 @@ def served(row: Row, machine: Machine, log: Path) -> Iterator[Up]:
                 raise Failed(f"the server ended with {process.returncode}\n{runs.tail(log)}")
             if time.monotonic() - began > machine.limit_s:
                 raise Failed(f"no server within {machine.limit_s} s\n{runs.tail(log)}")
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            if _answers(port):
                 break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
+            time.sleep(0.5)
         after_s = time.monotonic() - began
         try:
             yield Up(
@@ -169,9 +175,12 @@ def _log(row: Row, machine: Machine, one: Row) -> Path:
 
 def refused(row: Row, machine: Machine, log: Path) -> dict[str, Any]:
     """A server that cannot work ends by itself, and says why. Raises Failed if it does not."""
-    began, env = time.monotonic(), runs.environment(row, machine)
-    with runs.started(command(row, machine, free_port()), env, log, machine.limit_s) as process:
-        code = process.wait()
+    began, env, port = time.monotonic(), runs.environment(row, machine), free_port()
+    with runs.started(command(row, machine, port), env, log, machine.limit_s) as process:
+        while (code := process.poll()) is None:
+            if _answers(port):
+                raise Failed(f"the server has started\n{runs.tail(log)}")
+            time.sleep(0.5)
     said = _OUR_ERROR.search(log.read_text(errors="replace"))
     if code in (0, runs.TIME_IS_UP) or said is None:
         raise Failed(f"no error of deep_comm; ended with {code}\n{runs.tail(log)}")
