@@ -143,8 +143,10 @@ DC_DEVICE void complete_part(SumsEntry* entry, const RowPart& part, int parts_of
   const uint32_t num_done = 1 + arch::atomic_add_acq_rel_cta(&entry->num_done[part.chunk_idx], 1u);
   const uint32_t num_all = static_cast<uint32_t>(part.chunk_rows * parts_of_row);
   if (num_done != (arch::fault(Fault::kEarlySums) ? 1u : num_all)) return;
-  // pairs with: publish_sums, which may read the word before the bell rings — the chunk's rows
-  arch::st_release_cta(&entry->num_done[part.chunk_idx], SumsEntry::kComplete);
+  // Relaxed: with this thread's atomic on the same word before it, a release (PTX ISA, "Release and
+  // Acquire Patterns"). pairs with: publish_sums, which may read it before the bell rings — the
+  // chunk's rows
+  arch::st_relaxed_cta(&entry->num_done[part.chunk_idx], SumsEntry::kComplete);
   // pairs with: publish_sums — the word
   arch::atomic_add_acq_rel_cta(&entry->bell, 1u);
 }
