@@ -1,5 +1,5 @@
 // The names by which a test asks for a fault; the bits are those of deep_comm::Fault, whose header
-// is above this layer (device/arch/host.cuh asserts that they agree).
+// is above this layer (device/arch/host_site.cuh asserts that they agree).
 #pragma once
 
 #include <cstdint>

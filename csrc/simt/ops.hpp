@@ -1,4 +1,4 @@
-// What a running fiber asks of its machine. device/arch/host.cuh gives these the names of the
+// What a running fiber asks of its machine. device/arch/host*.cuh gives these the names of the
 // primitives; nothing else includes this file.
 #pragma once
 

@@ -33,8 +33,9 @@ PACKAGE = {
 SOURCES = {
     "device/arch/types.cuh": "#include <cstdint>\n",
     "device/arch/arch.cuh": '#include "types.cuh"\n#include "cuda.cuh"\n#include "host.cuh"\n',
+    "device/arch/host.cuh": '#include "host_site.cuh"\n',
     "device/arch/cuda.cuh": '#include <cuda_fp16.h>\ninline void fence() { asm volatile("x"); }\n',
-    "device/arch/host.cuh": '#include "simt/executor.hpp"\n',
+    "device/arch/host_site.cuh": '#include "simt/executor.hpp"\n',
     "device/layout/workspace.cuh": '#include "device/arch/types.cuh"\n',
     "device/sync/await.cuh": '#include "device/layout/workspace.cuh"\n',
     "device/channel/ring.cuh": '#include "device/sync/await.cuh"\n',
