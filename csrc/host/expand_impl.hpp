@@ -105,6 +105,7 @@ void Engine<Target>::combine_expanded(const CombinePlan& plan, CombineArgs args,
                                       ReduceExpertsArgs sums, int num_local_blocks,
                                       bool may_run_beside, uint64_t stream) {
   constexpr int kNumThreads = Target::kTuning.reduce_experts_threads;
+  static_assert(kNumThreads >= 2 * kWarpSize);  // one publishes
   LaunchConfig launch_config = complete_combine(plan, &args);
   launch_config.begins_behind = !begins_beside(may_run_beside);
   args.world = world_;

@@ -50,7 +50,7 @@ class HostTarget {
       .number_threads = 64,
       .expand_rows_threads = 64,
       .expand_threads = 64,
-      .reduce_experts_threads = 96,
+      .reduce_experts_threads = 96,  // of sums inside a node two warps add, one publishes
       .num_collective_warps = 6,
       .least_part_vecs = 2,
       .most_part_vecs = 3,

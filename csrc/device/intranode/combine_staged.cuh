@@ -9,7 +9,8 @@
 //        taken · this rank · see sync/generation.cuh
 // waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
 //        which waits only until a sender rings; senders ring before they wait
-//        of an expanded output: by combine_sums, which waits for nothing after the entry
+//        of an expanded output: by combine_sums, whose publisher waits for the other warps of its
+//        block alone, and these for nothing after the entry
 #pragma once
 
 #include "device/intranode/combine_watch.cuh"

@@ -5,8 +5,9 @@
 //
 // in     as reduce_experts, and what combine gets
 // out    rows of all peers' staging; reduced_x, reduced_weights, as reduce_experts
-// grid   any number of blocks. Each block has every n-th chunk, its warps take turns with parts of
-//        these; its last warp publishes for the others (sync/publisher.cuh says why)
+// grid   any number of blocks of two warps or more. Each block has every n-th chunk, its warps take
+//        turns with parts of these; its last warp publishes for the others (sync/publisher.cuh says
+//        why)
 // smem   TokenRows, one per warp, then SumsEntry
 // words  arrived, staging_line, staging_rows · as combine, for which block 0 announces
 //        recv_line.landed · owner: receiver, this rank too · the chunk of rows is there · fence and
@@ -26,12 +27,10 @@ namespace deep_comm {
 
 // What the warps of one block share.
 struct SumsEntry {
-  static constexpr uint32_t kComplete = ~0u;
-
   CombineMode mode;
   uint32_t staging_lines[kMaxRanks];
   uint32_t bell;         // counts complete chunks
-  uint32_t num_done[1];  // [most_chunks] parts of a chunk, by the block's own count; or kComplete
+  uint32_t num_done[1];  // [most_chunks] complete parts of a chunk, by the block's own count
 
   // The chunks of one of num_blocks blocks, at most.
   DC_HOST_DEVICE static constexpr int most_chunks(int num_ranks, int num_blocks) {
@@ -70,7 +69,7 @@ class PartTurns {
         returned_(args),
         parts_of_row_(ceil_div(args.message.row_bytes / 16, RowPart::kNumVecs)),
         parts_of_chunk_(parts_of_row_ * returned_.most_chunk_rows()),
-        turn_(arch::warp_idx()) {}  // not of the last warp, which publishes
+        turn_(arch::warp_idx()) {}
 
   DC_DEVICE int parts_of_row() const { return parts_of_row_; }
   DC_DEVICE RowPart next() {
@@ -79,7 +78,7 @@ class PartTurns {
       const int item =
           chunks_.at(static_cast<uint32_t>(idx * arch::num_blocks() + arch::block_idx()));
       if (item == chunks_.kEnd) return {};
-      turn_ += arch::num_warps() - 1;
+      turn_ += arch::num_warps() - 1;  // the last warp publishes
       const Chunk chunk = returned_.chunk(item);
       const int row = part / parts_of_row_;
       if (row >= chunk.num_rows) continue;  // short, or none
@@ -137,25 +136,29 @@ class SumPlaces {
   uint64_t place_ = 0;
 };
 
-// One lane, when a part is done: the last part of a chunk completes it.
+// Parts after which a chunk counts as complete.
+DC_DEVICE uint32_t parts_of_chunk(int chunk_rows, int parts_of_row) {
+  return arch::fault(Fault::kEarlySums) ? 1u : static_cast<uint32_t>(chunk_rows * parts_of_row);
+}
+
+// One lane, when a part is complete: rings if its chunk is.
 DC_DEVICE void complete_part(SumsEntry* entry, const RowPart& part, int parts_of_row) {
-  // acq_rel, pairs with itself: the warp that completes the chunk has what the others have stored.
+  // acq_rel, pairs with itself and with publish_sum_chunks, which may read the word before the bell
+  // rings: whoever sees the last part counted has what all warps have stored.
   const uint32_t num_done = 1 + arch::atomic_add_acq_rel_cta(&entry->num_done[part.chunk_idx], 1u);
-  const uint32_t num_all = static_cast<uint32_t>(part.chunk_rows * parts_of_row);
-  if (num_done != (arch::fault(Fault::kEarlySums) ? 1u : num_all)) return;
-  // Relaxed: with this thread's atomic on the same word before it, a release (PTX ISA, "Release and
-  // Acquire Patterns"). pairs with: publish_sums, which may read it before the bell rings — the
-  // chunk's rows
-  arch::st_relaxed_cta(&entry->num_done[part.chunk_idx], SumsEntry::kComplete);
-  // pairs with: publish_sums — the word
+  if (num_done != parts_of_chunk(part.chunk_rows, parts_of_row)) return;
+  // pairs with: publish_sum_chunks — the word
   arch::atomic_add_acq_rel_cta(&entry->bell, 1u);
 }
 
 // One warp: sets the words of the block's complete chunks. A lane has every 32nd chunk of the block.
-DC_DEVICE void publish_sums(const Context& context, const CombineArgs& args, SumsEntry* entry) {
+DC_DEVICE void publish_sum_chunks(const Context& context, const CombineArgs& args, int parts_of_row,
+                                  SumsEntry* entry) {
   const ChunkRotation<true> chunks(args);
+  const ReturnedRows returned(args);
   const int lane = arch::lane_idx();
   int idx = lane - kWarpSize, item = chunks.kNone;
+  uint32_t num_parts = 0;  // of the chunk
   while (true) {
     // The next chunk of each lane that has none. The whole warp finds it.
     while (const uint32_t wanting = arch::ballot(kFullMask, item == chunks.kNone)) {
@@ -163,9 +166,11 @@ DC_DEVICE void publish_sums(const Context& context, const CombineArgs& args, Sum
       const int next_idx = arch::shfl(kFullMask, idx, other) + kWarpSize;
       const int next =
           chunks.at(static_cast<uint32_t>(next_idx * arch::num_blocks() + arch::block_idx()));
+      const int num_rows = returned.chunk(next).num_rows;
       if (lane == other) {
         idx = next_idx;
         item = next;
+        num_parts = parts_of_chunk(num_rows, parts_of_row);
       }
     }
     if (arch::all(kFullMask, item == chunks.kEnd)) return;
@@ -173,16 +178,15 @@ DC_DEVICE void publish_sums(const Context& context, const CombineArgs& args, Sum
     const uint32_t rung = arch::ld_acquire_cta(&entry->bell);
     arch::sync_warp();
     // Relaxed: with the fence below an acquire.
-    const bool is_complete =
-        item >= 0 && arch::ld_relaxed_cta(&entry->num_done[idx]) == SumsEntry::kComplete;
+    const bool is_complete = item >= 0 && arch::ld_relaxed_cta(&entry->num_done[idx]) >= num_parts;
     if (arch::any(kFullMask, is_complete)) {
       // With the store below, a release; pairs with: TokenWatch::look — the chunk's rows
       arch::fence_acq_rel_sys();
       if (is_complete) {
         if (!arch::fault(Fault::kLostSums)) {
-          arch::st_relaxed_sys(landed_word(context.world, item / kMaxChunks, context.world.rank,
-                                           item % kMaxChunks),
-                               Tagged::pack(context.generation, 1));
+          arch::st_relaxed_sys(
+              landed_word(context.world, item / kMaxChunks, context.world.rank, item % kMaxChunks),
+              Tagged::pack(context.generation, 1));
         }
         item = chunks.kNone;
       }
@@ -222,8 +226,9 @@ DC_DEVICE void combine_sums(const CombineSumsArgs& args) {
   arch::sync_block();
   if (entry.mode == CombineMode::kFailed) return;
   const bool is_staged = entry.mode == CombineMode::kStaged;
+  PartTurns turns(args.combine);
   if (arch::warp_idx() == arch::num_warps() - 1) {
-    if (is_staged) publish_sums(context, args.combine, &entry);
+    if (is_staged) publish_sum_chunks(context, args.combine, turns.parts_of_row(), &entry);
     return;
   }
 
@@ -231,7 +236,6 @@ DC_DEVICE void combine_sums(const CombineSumsArgs& args) {
   const int num_tokens = num_received(world, sums.rank_prefix_matrix, sums.num_tokens_limit);
   const int num_vecs = sums.row_bytes / 16;
   const SumPlaces places(args, entry);
-  PartTurns turns(args.combine);
   // A token's rows are loaded a turn ahead: the sum of a part costs two to four trips to memory, and
   // this would be one more.
   LoadedRows ahead;

@@ -15,7 +15,8 @@
 // words  expanding · this rank · written by the dispatch's block 0, relaxed, value in data; zeroed by
 //        the last block of this kernel
 //        recv_line[0].num_tokens, recv_line[chunk / 8].landed[chunk % 8]: see dispatch_chunks.cuh
-//        taken.num_chunks[0] of the dispatch's generation · this rank
+//        taken.num_chunks[0] of the dispatch's generation · this rank · tokens, also such as there are
+//        not, where sources have different chunks
 // waits  expanding: unblocked by the dispatch before, all of whose blocks run; num_tokens and landed:
 //        by the source's dispatch, which waits for nobody's expand_rows
 // after  outputs complete on this stream
@@ -29,11 +30,11 @@
 
 namespace deep_comm {
 
-// One warp: copies a row to `rows`, from first_row on, in units of T.
-template <class T>
+// One warp: copies a row to `rows`, from first_row on, in units of T; kUnroll at a time, so that a row
+// of 14 KB takes four trips to memory with 7.
+template <class T, int kUnroll>
 DC_DEVICE void copy_to_rows(uint8_t* base, const uint8_t* row, int row_bytes, const TokenRows& rows,
                             int first_row, int num_rows) {
-  constexpr int kUnroll = 7;  // a row of 14 KB in four trips to memory
   const int num_units = row_bytes / static_cast<int>(sizeof(T));
   const T* src = reinterpret_cast<const T*>(row);
   for (int first = arch::lane_idx(); first < num_units; first += kUnroll * kWarpSize) {
@@ -57,8 +58,8 @@ DC_DEVICE void copy_to_rows(uint8_t* base, const uint8_t* row, int row_bytes, co
 // One warp: copies the first of `rows` to the others.
 template <class T>
 DC_DEVICE void copy_to_others(uint8_t* base, int row_bytes, const TokenRows& rows, int num_rows) {
-  copy_to_rows<T>(base, base + static_cast<int64_t>(rows.row_idx[0]) * row_bytes, row_bytes, rows,
-                  1, num_rows);
+  copy_to_rows<T, 7>(base, base + static_cast<int64_t>(rows.row_idx[0]) * row_bytes, row_bytes,
+                     rows, 1, num_rows);
 }
 
 // One warp: zeroes a row of `base`.
@@ -174,9 +175,9 @@ DC_DEVICE ExpandedOutput output_of(const ExpandRowsArgs& args) {
 // after the warps' TokenRows.
 struct Arriving {
   DispatchMode mode;
-  uint32_t generation;        // of the dispatch
-  int num_tokens[kMaxRanks];  // direct mode: of each source
-  int num_before[kMaxRanks];  // received tokens of the sources before it
+  uint32_t generation;            // of the dispatch
+  TokenChunks chunks[kMaxRanks];  // direct mode: of each source
+  int num_before[kMaxRanks];      // received tokens of the sources before it
 
   DC_DEVICE static Arriving& of_block() {
     TokenRows* rows = reinterpret_cast<TokenRows*>(arch::dynamic_smem());
@@ -209,10 +210,11 @@ DC_DEVICE void find_arriving(const ExpandRowsArgs& args, Arriving* arriving) {
     ok = world.is_absent(lane) ||
          await_tagged_alone(context, &world.recv_line(world.rank, 0, lane)->num_tokens,
                             {Stage::kDone, Word::kTokenCount, lane, -1}, &num_tokens);
-    arriving->num_tokens[lane] = static_cast<int>(num_tokens);
+    arriving->chunks[lane] = TokenChunks::of(static_cast<int>(num_tokens));
     arriving->num_before[lane] =
-        lane == 0 ? 0
-                  : arch::ld_nc(args.rank_prefix_matrix + (lane - 1) * world.num_ranks + world.rank);
+        lane == 0
+            ? 0
+            : arch::ld_nc(args.rank_prefix_matrix + (lane - 1) * world.num_ranks + world.rank);
   }
   if (!arch::all(kFullMask, ok)) mode = DispatchMode::kFailed;
   if (lane == 0) {
@@ -237,7 +239,7 @@ DC_DEVICE bool await_landed(const Context& context, int source, int chunk, Lande
   return arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
 }
 
-// Direct mode, the whole grid: each token once, a warp's own, so that several warps copy the chunk
+// Direct mode, the whole grid. A warp takes one token at a time, so that several warps copy the chunk
 // that lands last. None is taken ahead or fixed in advance: most warps wait, and blocks that begin
 // late should find nothing left.
 DC_DEVICE void copy_landing_tokens(const ExpandRowsArgs& args, const ExpandedOutput& output,
@@ -247,7 +249,7 @@ DC_DEVICE void copy_landing_tokens(const ExpandRowsArgs& args, const ExpandedOut
   const int num_ranks = world.num_ranks;
   int most_chunks = 0, most_shift = 0;
   for (int source = 0; source < num_ranks; ++source) {
-    const TokenChunks chunks = TokenChunks::of(arriving.num_tokens[source]);
+    const TokenChunks& chunks = arriving.chunks[source];
     most_chunks = max_of(most_chunks, chunks.num_chunks());
     most_shift = max_of(most_shift, chunks.shift);
   }
@@ -261,7 +263,7 @@ DC_DEVICE void copy_landing_tokens(const ExpandRowsArgs& args, const ExpandedOut
     const uint32_t turn = number >> most_shift;
     const int chunk = turn / num_ranks, source = (world.rank + turn) % num_ranks;
     if (chunk >= most_chunks) return;
-    const TokenChunks chunks = TokenChunks::of(arriving.num_tokens[source]);
+    const TokenChunks& chunks = arriving.chunks[source];
     if (chunk >= chunks.num_chunks() || idx >> chunks.shift != 0) continue;
     LandedRows rows;
     if (!await_landed(context, source, chunk, &rows)) return;

@@ -20,7 +20,7 @@ namespace deep_comm {
 template <class T>
 DC_DEVICE void copy_received(uint8_t* base, const uint8_t* received, int64_t token, int row_bytes,
                              const TokenRows& rows, int num_rows) {
-  copy_to_rows<T>(base, received + token * row_bytes, row_bytes, rows, 0, num_rows);
+  copy_to_rows<T, 4>(base, received + token * row_bytes, row_bytes, rows, 0, num_rows);
 }
 
 DC_DEVICE void expand_received(const ExpandReceivedArgs& args) {
