@@ -56,15 +56,7 @@ class StagedPublisher {
         if (lane == mover) arch::st_release_cta(&landed.num_published[mover], num_published);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;
-      bool ok = true;
-      if (lane == 0) {
-        uint32_t seen = 0;
-        ok = await<Scope::kCta>(
-            contexts_.node, &entry_->progress.bell,
-            {Stage::kRetire, Word::kProgress, args_.world.rank, -1}, rung + 1,
-            [=](uint32_t value) { return value != rung; }, &seen);
-      }
-      if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+      if (!await_bell(contexts_.node, &entry_->progress.bell, rung)) return;
     }
   }
 

@@ -43,14 +43,7 @@ class RowPublisher {
         if (lane == sender) arch::st_release_cta(&entry_->landed.num_published[sender], num_landed);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) break;
-      bool ok = true;
-      if (lane == 0) {
-        uint32_t seen = 0;
-        ok = await<Scope::kCta>(
-            context_, &progress.bell, {Stage::kRetire, Word::kProgress, context_.world.rank, -1},
-            rung + 1, [=](uint32_t value) { return value != rung; }, &seen);
-      }
-      if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) break;
+      if (!await_bell(context_, &progress.bell, rung)) break;
     }
     count_stored();
   }

@@ -232,14 +232,7 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
       if (lane == sender) arch::st_release_cta(&landed.num_published[sender], num_published);
     }
     if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;
-    bool ok = true;
-    if (lane == 0) {
-      uint32_t seen = 0;
-      ok = await<Scope::kCta>(
-          context, &entry->progress.bell, {Stage::kRetire, Word::kProgress, world.rank, -1},
-          rung + 1, [=](uint32_t value) { return value != rung; }, &seen);
-    }
-    if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+    if (!await_bell(context, &entry->progress.bell, rung)) return;
   }
 }
 

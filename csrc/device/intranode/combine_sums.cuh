@@ -22,6 +22,7 @@
 #include "device/intranode/combine_staging.cuh"
 #include "device/intranode/reduce_experts.cuh"
 #include "device/sync/generation.cuh"
+#include "device/sync/publisher.cuh"
 
 namespace deep_comm {
 
@@ -192,14 +193,7 @@ DC_DEVICE void publish_sum_chunks(const Context& context, const CombineArgs& arg
       }
       continue;
     }
-    bool ok = true;
-    if (lane == 0) {
-      uint32_t seen = 0;
-      ok = await<Scope::kCta>(
-          context, &entry->bell, {Stage::kRetire, Word::kProgress, context.world.rank, -1},
-          rung + 1, [=](uint32_t value) { return value != rung; }, &seen);
-    }
-    if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+    if (!await_bell(context, &entry->bell, rung)) return;
   }
 }
 

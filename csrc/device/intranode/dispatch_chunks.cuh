@@ -234,15 +234,7 @@ class ChunkPublisher {
       const bool is_finished =
           (word & Progress::kFinished) != 0 && num_published_ >= (word & ~Progress::kFinished);
       if (arch::all(kFullMask, is_finished)) return;
-      bool ok = true;
-      if (arch::lane_idx() == 0) {
-        uint32_t seen = 0;
-        ok = await<Scope::kCta>(
-            context_, &sent_->progress.bell,
-            {Stage::kRetire, Word::kProgress, context_.world.rank, -1}, rung + 1,
-            [=](uint32_t value) { return value != rung; }, &seen);
-      }
-      if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+      if (!await_bell(context_, &sent_->progress.bell, rung)) return;
     }
   }
 

@@ -34,6 +34,19 @@ struct Progress {
   DC_DEVICE void finish(int word, uint32_t num_rows) { report(word, num_rows | kFinished); }
 };
 
+// The whole warp: waits until a report rings the bell, which was read as `rung` before. False: the
+// wait has failed.
+DC_DEVICE bool await_bell(const Context& context, const uint32_t* bell, uint32_t rung) {
+  bool ok = true;
+  if (arch::lane_idx() == 0) {
+    uint32_t seen = 0;
+    ok = await<Scope::kCta>(
+        context, bell, {Stage::kRetire, Word::kProgress, context.world.rank, -1}, rung + 1,
+        [=](uint32_t value) { return value != rung; }, &seen);
+  }
+  return arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
+}
+
 // What one lane of the publishing warp turns into a Tagged word at a peer: how far all of
 // `num_words` reports have come. Default: nothing.
 struct Published {
@@ -69,14 +82,7 @@ DC_DEVICE void publish_progress(const Context& context, Progress& progress,
       num_published = num_rows;
     }
     if (arch::all(kFullMask, is_finished)) return;
-    bool ok = true;
-    if (arch::lane_idx() == 0) {
-      uint32_t seen = 0;
-      ok = await<Scope::kCta>(
-          context, &progress.bell, {Stage::kRetire, Word::kProgress, context.world.rank, -1},
-          rung + 1, [=](uint32_t value) { return value != rung; }, &seen);
-    }
-    if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+    if (!await_bell(context, &progress.bell, rung)) return;
   }
 }
 
