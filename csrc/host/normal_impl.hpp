@@ -245,6 +245,9 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   static_assert(max_of(tuning.num_direct_move_warps, tuning.num_direct_cast_warps) <=
                 SentChunks::kMaxMovers);
   plan_direct(args, options);
+  if (options.is_expanded) {
+    args.num_meta_warps = SentChunks::num_meta_warps(args.num_move_warps, kMaxWarps);
+  }
   const size_t stages_bytes =
       align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),
                               may_be_direct * args.num_move_warps * args.direct_stage.warp_bytes()),
@@ -271,6 +274,7 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   args.signature = Operation::signature(Kernel::kDispatch, agreed, 13);
   variant.launch = {
       .num_blocks = config.num_channels,
+      // The last warp never moves rows: it retires the block early.
       .num_threads =
           kWarpSize * max_of(num_ring_warps, args.num_move_warps + max_of(args.num_meta_warps, 1)),
       .smem_bytes = args.entry_offset +

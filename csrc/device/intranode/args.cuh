@@ -154,8 +154,8 @@ struct DispatchArgs {
   int num_receive_warps;  // of a block, per source rank
   // direct mode
   StageLayout direct_stage;
-  int num_move_warps;  // of a block; the next num_meta_warps write metadata
-  int num_meta_warps;  // 0: no metadata to write
+  int num_move_warps;  // of a block; the next num_meta_warps write metadata, if there is any
+  int num_meta_warps;  // expanded: at least one, since they also publish what has landed
   // first line of this rank's output block in its segment; 0: elsewhere
   uint32_t output_line;
   uint32_t src_line;  // the same for recv_src_idx

@@ -36,7 +36,7 @@ class CastingMover {
         pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
         stages_(arch::dynamic_smem() + arch::warp_idx() * args.direct_stage.warp_bytes()),
         rows_(args, is_storing_ ? peer_ : 0),
-        report_(context, entry) {}
+        report_(context, args, entry) {}
 
   DC_DEVICE void begin() {
     if (tokens_.at(0) >= 0) cast(tokens_.at(0), 0);

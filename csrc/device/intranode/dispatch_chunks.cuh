@@ -2,8 +2,9 @@
 // them while others are on their way (docs/design/0063).
 //
 // Moving warps take chunks of tokens and report to their block what they have taken and what has
-// landed. Metadata warps write the metadata of what is taken and publish what has landed: one fence
-// serves several movers and follows the metadata, of which it was the warp's own.
+// landed. Metadata warps write the metadata of what is taken and publish what has landed, one fence
+// behind both. A mover's chunks go in turn to two of them where a block has room for so many, or else
+// a metadata warp has several movers.
 //
 // words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the metadata warp of
 //        the chunk's mover · fence and relaxed store / acquire sys
@@ -26,15 +27,27 @@ namespace deep_comm {
 struct SentChunks {
   static constexpr int kMaxMovers = Progress::kMaxWords / 2;
   static constexpr uint32_t kDepth = 32;
+  static constexpr int kMostPublishers = 2;  // metadata warps of a mover
 
   Progress progress;  // [mover] chunks taken, [kMaxMovers + mover] chunks that have landed
-  int chunks[kMaxMovers][kDepth];  // by a mover's own count
-  uint32_t num_published[kMaxMovers];
+  int chunks[kMaxMovers][kDepth];                       // by a mover's own count
+  uint32_t num_published[kMostPublishers][kMaxMovers];  // each its own, and all before
 
+  // How many take turns with a mover's chunks.
+  DC_DEVICE static uint32_t num_publishers(const DispatchArgs& args) {
+    return max_of(1, args.num_meta_warps / args.num_move_warps);
+  }
+  // Metadata warps for num_movers, in blocks of at most num_warps.
+  DC_HOST_DEVICE static int num_meta_warps(int num_movers, int num_warps) {
+    const int rest = num_warps - num_movers;
+    return rest >= kMostPublishers * num_movers ? kMostPublishers * num_movers
+                                                : min_of(rest, num_movers);
+  }
   // The whole block, before a barrier.
   DC_DEVICE void reset() {
     progress.reset();
-    if (arch::thread_idx() < kMaxMovers) num_published[arch::thread_idx()] = 0;
+    const int idx = arch::thread_idx();
+    if (idx < kMostPublishers * kMaxMovers) num_published[idx / kMaxMovers][idx % kMaxMovers] = 0;
   }
 };
 
@@ -78,8 +91,8 @@ class ChunkedTokens {
 // A moving warp's part. Whole warps call the methods.
 class ChunkReport {
  public:
-  DC_DEVICE ChunkReport(const Context& context, ExpandedEntry* entry)
-      : context_(context), sent_(&entry->sent) {}
+  DC_DEVICE ChunkReport(const Context& context, const DispatchArgs& args, ExpandedEntry* entry)
+      : context_(context), sent_(&entry->sent), num_publishers_(SentChunks::num_publishers(args)) {}
 
   // The index-th token comes next: reports the chunk that begins with it, if one does. When the call
   // has failed, nobody needs the reports.
@@ -90,11 +103,11 @@ class ChunkReport {
     const int mover = arch::warp_idx();
     if (arch::lane_idx() == 0) {
       if (num_taken_ >= SentChunks::kDepth) {
-        const uint32_t wanted = num_taken_ + 1 - SentChunks::kDepth;
+        const uint32_t last = num_taken_ - SentChunks::kDepth, wanted = last + 1;
         uint32_t seen = 0;
         // pairs with: ChunkPublisher::publish — the entry has been read
         await<Scope::kCta>(
-            context_, &sent_->num_published[mover],
+            context_, &sent_->num_published[last % num_publishers_][mover],
             {Stage::kRetire, Word::kProgress, context_.world.rank, -1}, wanted,
             [=](uint32_t value) { return value >= wanted; }, &seen);
       }
@@ -137,6 +150,7 @@ class ChunkReport {
  private:
   const Context& context_;
   SentChunks* sent_;
+  uint32_t num_publishers_;
   uint32_t num_taken_ = 0;
   uint32_t num_ended_ = 0;
   uint32_t num_landed_ = 0;
@@ -145,7 +159,7 @@ class ChunkReport {
 
 // Other forms report nothing.
 struct NoReport {
-  DC_DEVICE NoReport(const Context&, DispatchEntry*) {}
+  DC_DEVICE NoReport(const Context&, const DispatchArgs&, DispatchEntry*) {}
   template <class Tokens>
   DC_DEVICE void take(Tokens&, uint32_t) {}
   template <uint32_t kInFlight, class Tokens>
@@ -194,13 +208,14 @@ DC_DEVICE void announce_expanding(const Context& context, const DispatchArgs& ar
   }
 }
 
-// A metadata warp: number `warp` of num_warps, for the movers warp, warp + num_warps, …, one per
+// A metadata warp: number `warp` of num_meta_warps. If there are more of them than movers, it takes
+// turns with the mover's others; if fewer, it serves movers warp, warp + num_meta_warps, …, one per
 // lane.
 template <class Form>
 class ChunkPublisher {
  public:
   DC_DEVICE ChunkPublisher(const Context& context, const DispatchArgs& args,
-                           const PeerOutput* outputs, SentChunks* sent, int warp, int num_warps)
+                           const PeerOutput* outputs, SentChunks* sent, int warp)
       : context_(context),
         args_(args),
         outputs_(outputs),
@@ -208,10 +223,11 @@ class ChunkPublisher {
         chunks_(TokenChunks::of(args.num_tokens)),
         ordinals_(args, arch::lane_idx() % args.world.num_ranks),
         first_rows_(args, arch::lane_idx() % args.world.num_ranks),
-        first_mover_(warp),
-        mover_step_(num_warps),
-        mover_(warp + arch::lane_idx() * num_warps),
-        has_mover_(mover_ < args.num_move_warps) {}
+        num_publishers_(SentChunks::num_publishers(args)),
+        turn_(warp / args.num_move_warps),
+        first_mover_(warp % args.num_move_warps),
+        mover_(mover_of(arch::lane_idx())),
+        has_mover_(mover_ < args.num_move_warps && turn_ < num_publishers_) {}
 
   // Returns when its movers have finished and all that they have sent is published.
   DC_DEVICE void run() {
@@ -230,9 +246,9 @@ class ChunkPublisher {
       const uint32_t num_landed = arch::fault(Fault::kEarlyLanded)
                                       ? num_written_
                                       : min_of(word & ~Progress::kFinished, num_written_);
-      if (arch::any(kFullMask, num_landed != num_published_)) publish(num_landed);
-      const bool is_finished =
-          (word & Progress::kFinished) != 0 && num_published_ >= (word & ~Progress::kFinished);
+      if (arch::any(kFullMask, own_from(num_published_) < num_landed)) publish(num_landed);
+      const bool is_finished = (word & Progress::kFinished) != 0 &&
+                               own_from(num_published_) >= (word & ~Progress::kFinished);
       if (arch::all(kFullMask, is_finished)) return;
       if (!await_bell(context_, &sent_->progress.bell, rung)) return;
     }
@@ -240,7 +256,11 @@ class ChunkPublisher {
 
  private:
   // Lane i's mover.
-  DC_DEVICE int mover_of(int lane) const { return first_mover_ + lane * mover_step_; }
+  DC_DEVICE int mover_of(int lane) const { return first_mover_ + lane * args_.num_meta_warps; }
+  // The first of a mover's chunks from `idx` on that falls to this warp.
+  DC_DEVICE uint32_t own_from(uint32_t idx) const {
+    return idx + (turn_ + num_publishers_ - idx % num_publishers_) % num_publishers_;
+  }
 
   // Of the chunks that the movers have taken.
   DC_DEVICE void write_metadata() {
@@ -249,7 +269,8 @@ class ChunkPublisher {
     for (; behind != 0; behind &= behind - 1) {
       const int lane = arch::ffs(behind) - 1;
       const uint32_t end = arch::shfl(kFullMask, num_taken_, lane);
-      for (uint32_t idx = arch::shfl(kFullMask, num_written_, lane); idx != end; ++idx) {
+      uint32_t idx = own_from(arch::shfl(kFullMask, num_written_, lane));
+      for (; idx < end; idx += num_publishers_) {
         write_metadata(sent_->chunks[mover_of(lane)][idx % SentChunks::kDepth]);
       }
     }
@@ -257,7 +278,6 @@ class ChunkPublisher {
   }
 
   DC_DEVICE void write_metadata(int chunk) {
-    if (args_.num_meta_warps == 0) return;  // there is none
     constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
     const ExpertMap experts{args_.num_experts, args_.world.num_ranks};
     for (int token = chunks_.first_token(chunk); token < chunks_.end_token(chunk); ++token) {
@@ -290,8 +310,9 @@ class ChunkPublisher {
     for (; landed != 0; landed &= landed - 1) {
       const int lane = arch::ffs(landed) - 1;
       const uint32_t end = arch::shfl(kFullMask, num_landed, lane);
-      uint32_t idx = arch::shfl(kFullMask, num_published_, lane) + place;
-      for (; tells_peer && static_cast<int32_t>(end - idx) > 0; idx += num_places) {
+      uint32_t idx =
+          own_from(arch::shfl(kFullMask, num_published_, lane)) + place * num_publishers_;
+      for (; tells_peer && idx < end; idx += num_places * num_publishers_) {
         const int chunk = sent_->chunks[mover_of(lane)][idx % SentChunks::kDepth];
         arch::st_relaxed_sys(landed_word(args_.world, peer, args_.world.rank, chunk),
                              Tagged::pack(context_.generation, rows_of(chunk).pack()));
@@ -300,7 +321,7 @@ class ChunkPublisher {
     num_published_ = num_landed;
     arch::sync_warp();  // all lanes have read the entries
     // pairs with: ChunkReport::take — the entries have been read
-    if (has_mover_) arch::st_release_cta(&sent_->num_published[mover_], num_published_);
+    if (has_mover_) arch::st_release_cta(&sent_->num_published[turn_][mover_], num_published_);
   }
 
   // At this lane's peer.
@@ -322,12 +343,13 @@ class ChunkPublisher {
   TokenChunks chunks_;
   FinalRows ordinals_;  // at rank lane % R; with lanes from 0 on, every rank has one of the first
   FirstRows first_rows_;
+  uint32_t num_publishers_;  // with this one
+  uint32_t turn_;            // among them
   int first_mover_;
-  int mover_step_;
   int mover_;  // this lane's
   bool has_mover_;
   uint32_t num_taken_ = 0;      // by this lane's mover
-  uint32_t num_written_ = 0;    // of them, whose metadata is written
+  uint32_t num_written_ = 0;    // of them, whose metadata is written as far as it is this warp's
   uint32_t num_published_ = 0;  // of them
 };
 

@@ -49,7 +49,7 @@ class TokenMover {
         pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
         pipe_(make_pipe(args.direct_stage, args.direct_barriers_offset)),
         rows_(args, is_storing_ ? peer_ : 0),
-        report_(context, entry) {}
+        report_(context, args, entry) {}
 
   DC_DEVICE void begin() {
     while (load_token() >= 0 && pipe_.can_load()) load_next();
@@ -208,12 +208,10 @@ template <class Form>
 DC_DEVICE void write_block_metadata(const Context& context, const DispatchArgs& args,
                                     typename Moved<Form>::Entry* entry) {
   const int warp = arch::warp_idx() - args.num_move_warps;
+  if (warp < 0 || warp >= args.num_meta_warps) return;
   if constexpr (Form::kExpanded) {
-    const int num_warps = max_of(args.num_meta_warps, 1);
-    if (warp < 0 || warp >= num_warps) return;
-    ChunkPublisher<Form>(context, args, entry->outputs, &entry->sent, warp, num_warps).run();
+    ChunkPublisher<Form>(context, args, entry->outputs, &entry->sent, warp).run();
   } else {
-    if (warp < 0 || warp >= args.num_meta_warps) return;
     const int first = warp * arch::num_blocks() + arch::block_idx();
     const int num_warps = args.num_meta_warps * arch::num_blocks();
     write_metadata<Form>(args, entry->outputs, first, num_warps);

@@ -32,6 +32,44 @@ DC_DEVICE void store_token_scales(const DispatchArgs& args, uint8_t* dst, int to
   }
 }
 
+// The scales of a token in a warp's registers, for as many as fit. With dependent trips to memory
+// scales took longer than the rows of FP8.
+template <ScaleSource kSource>
+class TokenScales {
+ public:
+  DC_DEVICE static bool fits(const DispatchArgs& args) {
+    return kSource == ScaleSource::kNone || args.num_scales == 0 ||
+           (args.scale_bytes == sizeof(uint32_t) && args.num_scales <= kScalesOfLane * kWarpSize);
+  }
+  DC_DEVICE void load(const DispatchArgs& args, int token) {
+    if constexpr (kSource == ScaleSource::kNone) return;
+    const uint32_t* scales =
+        reinterpret_cast<const uint32_t*>(args.x_scales) + token * args.scale_token_stride;
+    DC_UNROLL
+    for (int idx = 0; idx < kScalesOfLane; ++idx) {
+      const int column = idx * kWarpSize + arch::lane_idx();
+      if (column >= args.num_scales) continue;
+      const uint32_t* scale = scales + column * args.scale_column_stride;
+      scales_[idx] = kSource == ScaleSource::kInput ? arch::ld_nc(scale) : arch::ld_weak(scale);
+    }
+  }
+  // row: of the output's scales.
+  DC_DEVICE void store(const DispatchArgs& args, const PeerOutput& output, int64_t row) const {
+    if constexpr (kSource == ScaleSource::kNone) return;
+    uint32_t* scales = reinterpret_cast<uint32_t*>(output.scales) + row * args.num_scales;
+    DC_UNROLL
+    for (int idx = 0; idx < kScalesOfLane; ++idx) {
+      const int column = idx * kWarpSize + arch::lane_idx();
+      if (column < args.num_scales) arch::st_weak(scales + column, scales_[idx]);
+    }
+  }
+
+ private:
+  static constexpr int kScalesOfLane = 4;
+
+  uint32_t scales_[kScalesOfLane] = {};
+};
+
 // One warp: writes all metadata of `token` for rank `dst`, at row `row` of its outputs.
 template <ScaleSource kSource>
 DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& experts, int token,
@@ -54,15 +92,12 @@ DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& exper
 }
 
 // The same in a warp's registers, so that one token's metadata can be loaded while another's is
-// stored. With dependent trips to memory scales took longer than the rows of FP8.
+// stored.
 template <ScaleSource kSource>
 class TokenMeta {
  public:
   DC_DEVICE static bool fits(const DispatchArgs& args) {
-    const bool fits_scales =
-        kSource == ScaleSource::kNone || args.num_scales == 0 ||
-        (args.scale_bytes == sizeof(uint32_t) && args.num_scales <= kScalesOfLane * kWarpSize);
-    return fits_scales && args.message.num_topk <= kWarpSize;
+    return TokenScales<kSource>::fits(args) && args.message.num_topk <= kWarpSize;
   }
 
   DC_DEVICE void load(const DispatchArgs& args, int token) {
@@ -73,16 +108,7 @@ class TokenMeta {
       expert_ = RawExpert::load(args.topk_idx, position, args.topk_idx_bytes);
       if (args.topk_weights != nullptr) weight_ = arch::ld_nc(args.topk_weights + position);
     }
-    if constexpr (kSource == ScaleSource::kNone) return;
-    const uint32_t* scales =
-        reinterpret_cast<const uint32_t*>(args.x_scales) + token * args.scale_token_stride;
-    DC_UNROLL
-    for (int idx = 0; idx < kScalesOfLane; ++idx) {
-      const int column = idx * kWarpSize + lane;
-      if (column < args.num_scales) {
-        scales_[idx] = arch::ld_nc(scales + column * args.scale_column_stride);
-      }
-    }
+    scales_.load(args, token);
   }
 
   DC_DEVICE void store(const DispatchArgs& args, const ExpertMap& experts, int token, int dst,
@@ -97,28 +123,19 @@ class TokenMeta {
         arch::st_weak(output.topk_weights + row * num_topk + lane, is_here ? weight_ : 0.0f);
       }
     }
-    if constexpr (kSource != ScaleSource::kNone) {
-      uint32_t* scales = reinterpret_cast<uint32_t*>(output.scales) + row * args.num_scales;
-      DC_UNROLL
-      for (int idx = 0; idx < kScalesOfLane; ++idx) {
-        const int column = idx * kWarpSize + lane;
-        if (column < args.num_scales) arch::st_weak(scales + column, scales_[idx]);
-      }
-    }
+    scales_.store(args, output, row);
     if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
   }
 
  private:
-  static constexpr int kScalesOfLane = 4;
-
   RawExpert expert_;
   float weight_ = 0.0f;
-  uint32_t scales_[kScalesOfLane] = {};
+  TokenScales<kSource> scales_;
 };
 
 // The same for expanded outputs: scales to the token's first row, each weight to the row of its
 // top-k entry. The handle gets all rows, at the token's ordinal among the received tokens. One warp;
-// all loads but those of scales are in flight at once.
+// all loads are in flight at once, of scales those that fit into registers.
 template <ScaleSource kSource>
 class ExpandedMeta {
  public:
@@ -132,6 +149,7 @@ class ExpandedMeta {
       rows_[idx] = arch::ld_nc(args.send_rows + position);
       if (args.topk_weights != nullptr) weights_[idx] = arch::ld_nc(args.topk_weights + position);
     }
+    if (TokenScales<kSource>::fits(args)) scales_.load(args, token);
   }
 
   DC_DEVICE void store(const DispatchArgs& args, const ExpertMap& experts, int token, int dst,
@@ -150,8 +168,12 @@ class ExpandedMeta {
       }
     }
     if (first_row >= 0 && first_row < output.num_rows) {
-      store_token_scales<kSource>(
-          args, output.scales + first_row * args.num_scales * args.scale_bytes, token);
+      if (TokenScales<kSource>::fits(args)) {
+        scales_.store(args, output, first_row);
+      } else {
+        store_token_scales<kSource>(
+            args, output.scales + first_row * args.num_scales * args.scale_bytes, token);
+      }
     }
     if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + ordinal, token);
   }
@@ -162,6 +184,7 @@ class ExpandedMeta {
   RawExpert experts_[kEntriesOfLane];
   int32_t rows_[kEntriesOfLane] = {};
   float weights_[kEntriesOfLane] = {};
+  TokenScales<kSource> scales_;
 };
 
 }  // namespace deep_comm
