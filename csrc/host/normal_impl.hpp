@@ -164,6 +164,11 @@ std::optional<Counts> Engine<Target>::wait_counts() {
   return counts;
 }
 
+// Casting warps write the scales that they make.
+inline bool brings_scales(const DispatchOptions& options) {
+  return options.num_scales != 0 && !options.is_quantised;
+}
+
 template <class Target>
 void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& options) const {
   // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
@@ -172,10 +177,8 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
   constexpr int kDirectRows = 16, kDirectRowBytes = kDirectRows * 7168;
   const Tuning& tuning = Target::kTuning;
   const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
-  // Casting warps write the scales that they make.
-  const bool brings_scales = options.num_scales != 0 && !options.is_quantised;
-  const bool has_metadata = options.num_topk != 0 || brings_scales || options.makes_handle;
-  const int meta_factor = brings_scales && options.num_topk != 0 ? 2 : 1;
+  const bool has_metadata = options.num_topk != 0 || brings_scales(options) || options.makes_handle;
+  const int meta_factor = brings_scales(options) && options.num_topk != 0 ? 2 : 1;
   args.num_meta_warps = has_metadata ? meta_factor * tuning.num_direct_meta_warps : 0;
   if (options.is_quantised) {
     const int fewest_bytes = StageLayout::make_cast(kScaleBlock, room).warp_bytes();
@@ -246,7 +249,10 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
                 SentChunks::kMaxMovers);
   plan_direct(args, options);
   if (options.is_expanded) {
-    args.num_meta_warps = SentChunks::num_meta_warps(args.num_move_warps, kMaxWarps);
+    // Scales make metadata slow. Otherwise more warps would only make more fences.
+    args.num_meta_warps = brings_scales(options)
+                              ? SentChunks::num_meta_warps(args.num_move_warps, kMaxWarps)
+                              : max_of(args.num_meta_warps, 1);
   }
   const size_t stages_bytes =
       align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),

@@ -49,7 +49,7 @@ class CudaTarget {
                                      .reduce_experts_threads = 640,
                                      .num_collective_warps = 15,
                                      .least_part_vecs = 256,
-                                     .most_part_vecs = 4096,
+                                     .most_part_vecs = 2048,
                                      .most_local_blocks = 528,
                                      .add_slots_threads = 512};
 

@@ -30,10 +30,10 @@ void with_collective(Dtype dtype, bool has_multicast, const Visit& visit) {
 
 // A rank alone stages nothing.
 inline CollectiveRoles collective_roles(Collective op, int num_ranks, int num_warps) {
-  const int num_stage_warps = num_ranks == 1 ? 0 : (num_warps + 2) / 4;
+  const bool has_sums = op == Collective::kAllReduceTwice || op == Collective::kAllReduceNorm;
+  const int num_stage_warps = num_ranks == 1 ? 0 : has_sums ? (num_warps + 2) / 4 : num_warps / 2;
   const int num_others = num_warps - num_stage_warps;
   if (op == Collective::kAllGather) return {num_stage_warps, 0, num_others};
-  const bool has_sums = op == Collective::kAllReduceTwice || op == Collective::kAllReduceNorm;
   if (!has_sums) return {num_stage_warps, num_others, 0};
   return {num_stage_warps, num_others / 2, num_others - num_others / 2};
 }

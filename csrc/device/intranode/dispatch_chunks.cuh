@@ -278,6 +278,7 @@ class ChunkPublisher {
   }
 
   DC_DEVICE void write_metadata(int chunk) {
+    if (args_.message.num_topk == 0 && args_.num_scales == 0) return;  // there is none
     constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
     const ExpertMap experts{args_.num_experts, args_.world.num_ranks};
     for (int token = chunks_.first_token(chunk); token < chunks_.end_token(chunk); ++token) {
