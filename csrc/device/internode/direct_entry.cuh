@@ -25,6 +25,13 @@ struct TierOutput {
   int64_t num_rows;
 };
 
+// Final rows at a node's rank of this local index, from the first one that this rank sends there.
+// Empty where a row may have to be put.
+struct StraightRows {
+  uint8_t* x;
+  int64_t num_rows;
+};
+
 // The tokens that the sending warps of a block have taken, for its publisher.
 struct LandedTokens {
   static constexpr int kMaxSenders = 8;
@@ -46,13 +53,17 @@ struct DirectEntry {
     return reinterpret_cast<DirectEntry*>(arch::dynamic_smem() + args.entry_offset);
   }
   DC_HOST_DEVICE static size_t num_bytes(int num_nodes, int ranks_per_node) {
-    return align_up<size_t>(sizeof(DirectEntry) + 4 * num_nodes * (ranks_per_node + 1), 16);
+    return align_up<size_t>(
+        sizeof(DirectEntry) + num_nodes * (sizeof(StraightRows) + 4 * (ranks_per_node + 1)), 16);
   }
-  // After this struct: [M, N], where the rows that node n's rank of this local index sends to local
-  // rank m begin; then [N], rows that this block has stored into node n's slots.
-  DC_DEVICE int32_t* starts() { return reinterpret_cast<int32_t*>(this + 1); }
+  // After this struct: [N], by node; then [M, N], where the rows that node n's rank of this local
+  // index sends to local rank m begin; then [N], rows that this block has stored for node n.
+  DC_DEVICE StraightRows* straight_rows() { return reinterpret_cast<StraightRows*>(this + 1); }
+  DC_DEVICE int32_t* starts(const TwoTier& tiers) {
+    return reinterpret_cast<int32_t*>(straight_rows() + tiers.num_nodes());
+  }
   DC_DEVICE uint32_t* num_stored(const TwoTier& tiers) {
-    return reinterpret_cast<uint32_t*>(starts() + tiers.num_nodes() * tiers.ranks_per_node());
+    return reinterpret_cast<uint32_t*>(starts(tiers) + tiers.num_nodes() * tiers.ranks_per_node());
   }
   // The block, before a barrier.
   DC_DEVICE void reset(const TwoTier& tiers) {
@@ -63,6 +74,17 @@ struct DirectEntry {
       num_stored(tiers)[node] = 0;
   }
 };
+
+// Where the rows of a source begin in this rank's outputs.
+DC_DEVICE int start_of(const InternodeDispatchArgs& args, int source) {
+  return source == 0 ? 0 : arch::ld_nc(args.recv_rank_prefix_sum + source - 1);
+}
+
+// Rows that this rank's outputs have, for those who store there.
+DC_DEVICE int num_output_rows(const InternodeDispatchArgs& args) {
+  return args.is_early ? arch::ld_nc(args.recv_rank_prefix_sum + args.tiers.num_ranks() - 1)
+                       : static_cast<int>(args.num_recv_rows);
+}
 
 // Rows that this rank forwards for a node.
 DC_DEVICE int num_rows_from(const InternodeDispatchArgs& args, int node) {
@@ -122,9 +144,38 @@ DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs&
   for (int idx = arch::lane_idx(); idx < num_nodes * num_local; idx += kWarpSize) {
     const int local = idx % num_local, source = idx;  // that local index at node idx / num_local
     int32_t* starts = reinterpret_cast<int32_t*>(node.world.bases[local] + offset);
-    arch::st_weak(starts + idx / num_local,
-                  source == 0 ? 0 : arch::ld_nc(args.recv_rank_prefix_sum + source - 1));
+    arch::st_weak(starts + idx / num_local, start_of(args, source));
   }
+}
+
+// One lane: tells a node's rank of this local index where its rows belong here, if stores reach it.
+// Its arrival follows, by the same lane.
+DC_DEVICE void announce_output(const Context& context, const InternodeDispatchArgs& args,
+                               int node) {
+  const RailTier& tier = args.tiers.rail;
+  uint8_t* near = near_segment(context.world, tier, node);
+  if (near == nullptr) return;
+  const int parity = static_cast<int>(context.generation & 1u);
+  RailOutput* output =
+      reinterpret_cast<RailOutput*>(near + tier.layout.rail_output_of(tier.node, parity));
+  arch::st_weak(&output->output_line, args.output_line);
+  arch::st_weak(&output->start,
+                start_of(args, node * args.tiers.ranks_per_node() + context.world.rank));
+  arch::st_weak(&output->num_rows, num_output_rows(args));
+}
+
+// What that rank of `node` has announced here, when it has arrived.
+DC_DEVICE StraightRows straight_rows_at(const Context& context, const InternodeDispatchArgs& args,
+                                        int node) {
+  const RailTier& tier = args.tiers.rail;
+  const int parity = static_cast<int>(context.generation & 1u);
+  const RailOutput* output = reinterpret_cast<const RailOutput*>(
+      own_word(context.world, tier.layout.rail_output_of(node, parity)));
+  const int64_t start = arch::ld_weak(&output->start);
+  // recv_x stands first in the block: see OutputLayout.
+  uint8_t* x = near_segment(context.world, tier, node) +
+               static_cast<size_t>(arch::ld_weak(&output->output_line)) * kLineBytes;
+  return {x + start * args.message.row_bytes, arch::ld_weak(&output->num_rows) - start};
 }
 
 // Block 0, one warp. False: a wait failed.
@@ -136,6 +187,7 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
   uint32_t offer = own_offer(args);
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
+    announce_output(contexts.node, args, node);
     // pairs with: the load below at the node, after this rank's arrival on the same queue
     write_rail_word(world, tier, node, 0, tier.layout.offer_of(tier.node, parity),
                     Tagged::pack(generation, offer));
@@ -154,16 +206,13 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
   }
   for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
     offer &= arch::shfl_xor(kFullMask, offer, delta);
-  const int num_rows = args.is_early
-                           ? arch::ld_nc(args.recv_rank_prefix_sum + args.tiers.num_ranks() - 1)
-                           : static_cast<int>(args.num_recv_rows);
   if (lane < world.num_ranks) {
     TierAnnouncement* announcement = reinterpret_cast<TierAnnouncement*>(
         world.bases[lane] + tier.layout.announcement_of(world.rank, parity));
     arch::st_weak(&announcement->offer, offer);
     arch::st_weak(&announcement->output_line, args.output_line);
     arch::st_weak(&announcement->src_line, args.src_line);
-    arch::st_weak(&announcement->num_rows, static_cast<int32_t>(num_rows));
+    arch::st_weak(&announcement->num_rows, static_cast<int32_t>(num_output_rows(args)));
   }
   // The lane that has stored a rank's announcement releases it.
   announce_arrival(contexts.node, args.signature);
@@ -223,9 +272,14 @@ DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatc
       entry->outputs[lane] =
           output_of(args, contexts.node.world, lane, announcement_by(contexts.node, tiers, lane));
     }
+    for (int other = lane; other < num_nodes; other += kWarpSize) {
+      if (other == tiers.rail.node) continue;
+      entry->straight_rows()[other] =
+          is_near ? straight_rows_at(contexts.node, args, other) : StraightRows{};
+    }
     for (int idx = lane; idx < num_nodes * num_local; idx += kWarpSize) {
       const TierAnnouncement* announcement = announcement_by(contexts.node, tiers, idx / num_nodes);
-      entry->starts()[idx] =
+      entry->starts(tiers)[idx] =
           arch::ld_weak(reinterpret_cast<const int32_t*>(announcement + 1) + idx % num_nodes);
     }
   }

@@ -1,6 +1,6 @@
 // dispatch, direct mode, inside the node: rows that have arrived over the rail are forwarded to
-// their final rows. Chunks are dealt while the kernel runs. A warp that waits for a chunk has
-// nothing else to do.
+// their final rows, from their slots or from the final row that this rank has got itself. Chunks are
+// dealt while the kernel runs. A warp that waits for a chunk has nothing else to do.
 #pragma once
 
 #include "device/internode/direct_publish.cuh"
@@ -77,7 +77,9 @@ DC_DEVICE void write_rank_heads(const InternodeDispatchArgs& args, int node, int
                 place < 0 ? -1 : before + place - shift);
 }
 
-// One warp: forwards the rows it takes.
+// One warp: forwards the rows it takes. In a slot the metadata and the first piece of the row are one
+// load. A straight row lies in a final row of this rank already: its metadata is a load of its own,
+// and the row is loaded only if other ranks of the node get it.
 class RowForwarder {
  public:
   DC_DEVICE RowForwarder(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry,
@@ -85,7 +87,6 @@ class RowForwarder {
       : context_(rail),
         args_(args),
         entry_(entry),
-        is_near_(entry->is_near),
         take_(rail, args),
         parts_(take_),
         pieces_(Pieces::of(args.message.row_bytes, args.forward_stage)),
@@ -110,7 +111,19 @@ class RowForwarder {
     Part part;
     uint32_t index = 0;
     int row = 0;
-    int piece = 0;
+    int load = 0;  // of the row
+  };
+  // Where a row lies. The loads that it takes, each with a stage, follow from that.
+  struct Origin {
+    int word = -1;  // in its slot; otherwise the final row here * 2 + (other ranks get it, too)
+
+    DC_DEVICE bool is_straight() const { return word >= 0; }
+    DC_DEVICE int final_row() const { return word >> 1; }
+    DC_DEVICE int num_loads(int num_pieces) const {
+      return !is_straight() ? num_pieces : (word & 1) != 0 ? 1 + num_pieces : 1;
+    }
+    // Of the row; negative: metadata only.
+    DC_DEVICE int piece_of(int load) const { return load - static_cast<int>(is_straight()); }
   };
 
   // The index-th part of this warp; without rows after the last.
@@ -119,19 +132,37 @@ class RowForwarder {
     if (item < 0) return {0, 0, 0};
     return take_.rows_of(item);
   }
-  DC_DEVICE void advance(Cursor& cursor) {
-    if (++cursor.piece < pieces_.num_pieces) return;
-    cursor.piece = 0;
+  DC_DEVICE void advance(Cursor& cursor, const Origin& origin) {
+    if (++cursor.load < origin.num_loads(pieces_.num_pieces)) return;
+    cursor.load = 0;
     if (++cursor.row < cursor.part.num_rows) return;
     cursor.row = 0;
     cursor.part = part_at(++cursor.index);
+  }
+
+  // The i-th destination is local rank (own + 1 + i) % M, so ranks do not all write to the same one.
+  // This rank is the last one.
+  DC_DEVICE int local_at(int idx) const {
+    return (args_.world.rank + 1 + idx) % args_.tiers.ranks_per_node();
+  }
+  // The lane that keeps the origin of a part's row, from before its load to its store.
+  DC_DEVICE static int keeper_of(uint32_t part_index, int row) {
+    return (part_index * TakeRailRows::kPartRows + row) % kWarpSize;
+  }
+  DC_DEVICE Origin origin_of(const Cursor& cursor) const {
+    return {arch::shfl(kFullMask, origin_.word, keeper_of(cursor.index, cursor.row))};
+  }
+  DC_DEVICE const uint8_t* slot_of(const Part& part, int row) const {
+    return args_.world.bases[args_.world.rank] +
+           args_.staging.recv_slot(!entry_->is_near, args_.tiers.rail.node, part.node,
+                                   part.first + row);
   }
 
   // The whole warp: counts the rows of `part`, from `first` on, that have arrived. The first one
   // matters; the others save later looks. With `waits`, none means that the wait has failed.
   DC_DEVICE int num_come(const Part& part, int first, bool waits) {
     const RailTier& tier = args_.tiers.rail;
-    const RailChunks chunks = rail_chunks(args_, is_near_, num_rows_from(args_, part.node));
+    const RailChunks chunks = rail_chunks(args_, entry_->is_near, num_rows_from(args_, part.node));
     const int row = first + arch::lane_idx();
     bool ok = false;
     if (row < part.num_rows) {
@@ -146,81 +177,109 @@ class RowForwarder {
       }
     }
     const uint32_t missing = ~arch::ballot(kFullMask, ok);
-    arch::sync_warp();  // hands each lane's acquire to lane 0, which loads
+    arch::sync_warp();  // hands each lane's acquire to all lanes
     // Before the bulk loads of the rows.
     // order-proof: the simulation asks for it after stores of the same thread; these are a peer's
     if (arch::lane_idx() == 0) arch::fence_proxy_async_global();
-    return missing == 0 ? kWarpSize : arch::ffs(missing) - 1;
+    return arch::ffs(missing) - 1;  // a part has fewer rows than a warp has lanes
+  }
+
+  // The whole warp: finds where rows [begin, end) of the part that is loaded lie. They have arrived.
+  // A load of the metadata would tell too late. TokenSender at the node decides in the same way.
+  DC_DEVICE void find_origins(int begin, int end) {
+    static_assert(TakeRailRows::kPartRows * kMaxRanks <= kWarpSize);
+    if (!entry_->is_near) return;
+    const int num_local = args_.tiers.ranks_per_node(), row = arch::lane_idx() / num_local;
+    int final_row = -1;  // lane row * M + i: of that row at the i-th destination
+    if (row >= begin && row < end) {
+      const int local = local_at(arch::lane_idx() % num_local);
+      const int32_t* places = slots_in(slot_of(load_.part, row));
+      final_row = row_at(load_.part, local, arch::ld_weak(places + local));
+    }
+    const uint32_t goes = arch::ballot(kFullMask, final_row >= 0);
+    for (int other = begin; other < end; ++other) {
+      const int own = (other + 1) * num_local - 1;
+      const int here = arch::shfl(kFullMask, final_row, own);
+      const bool is_shared = (goes >> (own + 1 - num_local) & ((1u << (num_local - 1)) - 1)) != 0;
+      if (arch::lane_idx() == keeper_of(load_.index, other))
+        origin_.word = here < 0 ? -1 : 2 * here + static_cast<int>(is_shared);
+    }
   }
 
   // Begins the next load if there is one and its row has arrived.
   DC_DEVICE bool load_next(bool waits) {
     const Part& part = load_.part;
     if (part.num_rows == 0) return false;
-    if (load_.row == 0 && load_.piece == 0) num_come_ = 0;
+    if (load_.row == 0 && load_.load == 0) num_come_ = 0;
     if (load_.row == num_come_) {
       num_come_ += num_come(part, load_.row, waits);
       if (load_.row == num_come_) return false;
+      find_origins(load_.row, num_come_);
     }
-    const int meta_bytes = args_.placed.meta_bytes();
+    const Origin origin = origin_of(load_);
     if (arch::lane_idx() == 0) {
-      const RailTier& tier = args_.tiers.rail;
-      const uint8_t* slot =
-          args_.world.bases[args_.world.rank] +
-          args_.staging.recv_slot(!is_near_, tier.node, part.node, part.first + load_.row);
-      const int num_bytes = pieces_.bytes_of(load_.piece);
-      if (load_.piece == 0) {
+      const uint8_t* slot = slot_of(part, load_.row);
+      const int meta_bytes = args_.placed.meta_bytes(), piece = origin.piece_of(load_.load);
+      const int num_bytes = piece < 0 ? 0 : pieces_.bytes_of(piece);
+      if (load_.load == 0) {
         pipe_.load(slot, meta_bytes + num_bytes);
       } else {
-        pipe_.load(slot + meta_bytes + load_.piece * pieces_.piece_bytes, num_bytes);
+        const uint8_t* row = origin.is_straight() ? final_row(args_.world.rank, origin.final_row())
+                                                  : slot + meta_bytes;
+        pipe_.load(row + piece * pieces_.piece_bytes, num_bytes);
       }
     }
     pipe_.advance_load();
-    advance(load_);
+    advance(load_, origin);
     return true;
   }
 
   DC_DEVICE void store_next() {
     const int lane = arch::lane_idx(), num_local = args_.tiers.ranks_per_node();
-    const int piece = store_.piece;
+    const bool has_meta = store_.load == 0;
     const uint8_t* stage = pipe_.current();
     pipe_.await_load();
-    if (piece == 0) look_up(stage);
+    const Origin origin = origin_of(store_);
+    const int piece = origin.piece_of(store_.load);
+    if (has_meta) look_up(stage, origin);
     if (lane < num_local) {
-      const uint8_t* src = stage + (piece == 0 ? args_.placed.meta_bytes() : 0);
-      if (dst_ != nullptr) {
+      const uint8_t* src = stage + (has_meta ? args_.placed.meta_bytes() : 0);
+      if (dst_ != nullptr && piece >= 0) {
         arch::bulk_store(dst_ + piece * pieces_.piece_bytes, src, pieces_.bytes_of(piece));
       }
       arch::bulk_commit();
     }
-    if (piece == 0) forward_meta(stage);
+    if (has_meta) forward_meta(stage);
     pipe_.advance_store();
     if (lane < num_local) pipe_.make_room();
     // All lanes have read the stage that the leader loads next.
-    if (piece == 0) arch::fence_proxy_async_shared();
+    if (has_meta) arch::fence_proxy_async_shared();
     arch::sync_warp();
-    advance(store_);
+    advance(store_, origin);
   }
 
   DC_DEVICE const int32_t* slots_in(const uint8_t* meta) const {
     return reinterpret_cast<const int32_t*>(meta + args_.placed.slots_offset());
   }
-  // Lane i serves local rank (own + 1 + i) % M, so ranks do not all write to the same one.
-  DC_DEVICE int64_t row_at(const uint8_t* meta, int local) const {
-    const int place = OrderedPlace::place(slots_in(meta)[local]);
+  // The final row of one of the part's rows at a local rank, or -1. word: OrderedPlace.
+  DC_DEVICE int row_at(const Part& part, int local, int word) const {
+    const int place = OrderedPlace::place(word);
     if (place < 0) return -1;
-    const int num_nodes = args_.tiers.num_nodes();
-    const int64_t row =
-        static_cast<int64_t>(entry_->starts()[local * num_nodes + store_.part.node]) + place;
+    const int row =
+        entry_->starts(args_.tiers)[local * args_.tiers.num_nodes() + part.node] + place;
     return row < entry_->outputs[local].num_rows ? row : -1;
   }
-  DC_DEVICE void look_up(const uint8_t* meta) {
-    const int num_local = args_.tiers.ranks_per_node();
+  DC_DEVICE uint8_t* final_row(int local, int row) const {
+    return entry_->outputs[local].x + static_cast<int64_t>(row) * args_.message.row_bytes;
+  }
+  // Finds where this lane's destination gets the row that is stored next.
+  DC_DEVICE void look_up(const uint8_t* meta, const Origin& origin) {
     dst_ = nullptr;
-    if (arch::lane_idx() >= num_local) return;
-    const int local = (args_.world.rank + 1 + arch::lane_idx()) % num_local;
-    const int64_t row = row_at(meta, local);
-    if (row >= 0) dst_ = entry_->outputs[local].x + row * args_.message.row_bytes;
+    if (arch::lane_idx() >= args_.tiers.ranks_per_node()) return;
+    const int local = local_at(arch::lane_idx());
+    if (origin.is_straight() && local == args_.world.rank) return;
+    const int row = row_at(store_.part, local, slots_in(meta)[local]);
+    if (row >= 0) dst_ = final_row(local, row);
   }
 
   // Writes a row's metadata to the ranks that get it, and for combine, which ranks these are.
@@ -229,7 +288,7 @@ class RowForwarder {
     const int my_place = lane < num_local ? slots_in(meta)[lane] : -1;
     const uint32_t rank_mask = arch::ballot(kFullMask, my_place >= 0);
     for (int local = 0; local < num_local; ++local) {
-      const int64_t row = row_at(meta, local);
+      const int row = row_at(store_.part, local, slots_in(meta)[local]);
       if (row >= 0) store_meta(meta, local, row, rank_mask);
     }
     if (args_.send_rank_head != nullptr) {
@@ -267,7 +326,6 @@ class RowForwarder {
   const Context& context_;
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
-  bool is_near_;
   TakeRailRows take_;
   WorkQueue<TakeRailRows> parts_;
   Pieces pieces_;
@@ -275,6 +333,7 @@ class RowForwarder {
   Cursor load_;
   Cursor store_;
   int num_come_ = 0;        // rows of the part that is being loaded
+  Origin origin_;           // see keeper_of
   uint8_t* dst_ = nullptr;  // this lane's destination of the row that is being stored
 };
 

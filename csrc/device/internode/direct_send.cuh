@@ -1,7 +1,8 @@
 // dispatch, direct mode, the sending side: a row is loaded once. It is stored to its final rows in
-// this node, and for each of its other nodes into its slot, there or here. A lane serves a
-// destination. Quantised: the warp casts a stage to FP8 in place, so all destinations get the same
-// bytes, and stores the scales itself.
+// this node, and once for each of its other nodes: into its slot, there or here, or straight to its
+// final row at the rank of this local index there. Straight where all rows between nodes are stored
+// and that rank is among the destinations. A lane serves a destination. Quantised: the warp casts a
+// stage to FP8 in place, so all destinations get the same bytes, and stores the scales itself.
 #pragma once
 
 #include "device/internode/direct_entry.cuh"
@@ -95,12 +96,12 @@ class TokenSender {
     const int lane = arch::lane_idx();
     uint32_t index = 0;
     const Target target = target_at(lane);
-    int place = place_at(target, tokens_.at(0));
+    Place place = place_at(target, tokens_.at(0));
     for (int token = tokens_.at(0); token >= 0;) {
       if (!post(index, token)) break;
       const int next = tokens_.at(index + 1);
-      const int next_place = place_at(target, next);  // ahead: it costs a trip to memory
-      uint8_t* dst = target.row_of(place);
+      const Place next_place = place_at(target, next);  // ahead: it costs a trip to memory
+      uint8_t* dst = dst_of(target, place);
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
         pipe_.await_load();
         StageScales scales;
@@ -108,14 +109,14 @@ class TokenSender {
           scales = quantise_stage(pipe_, pieces_, piece, args_.scale_format);
         }
         store_piece(token, piece, dst);
-        if constexpr (kIsQuantised) store_scales(token, scales, target.scales_of(place));
+        if constexpr (kIsQuantised) store_scales(token, scales, target.scales_of(place.row));
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
         // All storing lanes have read the stage that the leader loads next.
         arch::sync_warp();
         load_next();
       }
-      write_metas(token, dst);
+      write_metas(token, target.row_of(place.row));
       if (static_cast<uint32_t>(lane) == index % kWarpSize) ends_ = pipe_.num_stores();
       report_landed(++index);
       token = next;
@@ -138,18 +139,24 @@ class TokenSender {
   // One destination: its rows by place, and the column of send_slots that holds a token's place.
   struct Target {
     uint8_t* rows = nullptr;
-    size_t stride = 0;
-    int64_t num_rows = 0;
+    uint32_t stride = 0;
+    int num_rows = 0;
     int column = 0;  // of send_slots
     uint8_t* scales = nullptr;
-    size_t scale_stride = 0;
+    uint32_t scale_stride = 0;
 
     DC_DEVICE uint8_t* row_of(int place) const {
-      return place < 0 || place >= num_rows ? nullptr : rows + place * stride;
+      return place < 0 || place >= num_rows ? nullptr : rows + static_cast<size_t>(place) * stride;
     }
     DC_DEVICE uint8_t* scales_of(int place) const {
-      return place < 0 || place >= num_rows ? nullptr : scales + place * scale_stride;
+      return place < 0 || place >= num_rows ? nullptr
+                                            : scales + static_cast<size_t>(place) * scale_stride;
     }
+  };
+  // Of a token at a destination, or -1. straight: at a node's rank of this local index.
+  struct Place {
+    int row = -1;
+    int straight = -1;
   };
 
   // First the node's ranks, this one last, then the other nodes. So ranks do not all begin with the
@@ -161,19 +168,19 @@ class TokenSender {
     if (idx < num_local) {
       const int local = (args_.world.rank + 1 + idx) % num_local;
       const TierOutput& output = entry_->outputs[local];
-      const int64_t start = entry_->starts()[local * num_nodes + tiers.rail.node];
-      const size_t row_bytes = args_.message.row_bytes;
-      const size_t scale_row_bytes = args_.message.scale_row_bytes;
+      const int64_t start = entry_->starts(tiers)[local * num_nodes + tiers.rail.node];
+      const uint32_t row_bytes = args_.message.row_bytes;
+      const uint32_t scale_row_bytes = args_.message.scale_row_bytes;
       return {output.x + start * row_bytes,
               row_bytes,
-              output.num_rows - start,
+              static_cast<int>(output.num_rows - start),
               num_nodes + tiers.rail.node * num_local + local,
               output.scales + start * scale_row_bytes,
               scale_row_bytes};
     }
     const int node = (tiers.rail.node + 1 + idx - num_local) % num_nodes;
     uint8_t* slots = slot_for(args_, entry_->is_near, node, 0);
-    const size_t slot_bytes = args_.staging.slot_bytes;
+    const uint32_t slot_bytes = args_.staging.slot_bytes;
     return {slots + args_.placed.meta_bytes(),
             slot_bytes,
             args_.staging.rows_per_node(!entry_->is_near),
@@ -181,10 +188,28 @@ class TokenSender {
             slots + args_.placed.scales_offset(),
             slot_bytes};
   }
-  DC_DEVICE int place_at(const Target& target, int token) const {
-    return token < 0 || target.rows == nullptr
-               ? -1
-               : arch::ld_nc(slots_of(args_, token) + target.column);
+  DC_DEVICE Place place_at(const Target& target, int token) const {
+    if (token < 0 || target.rows == nullptr) return {};
+    const int32_t* places = slots_of(args_, token);
+    Place place{arch::ld_nc(places + target.column)};
+    const int node = target.column, num_nodes = args_.tiers.num_nodes();  // or a rank of this one
+    if (entry_->is_near && node < num_nodes) {
+      const int first = num_nodes + node * args_.tiers.ranks_per_node();
+      place.straight = arch::ld_nc(places + first + args_.world.rank);
+    }
+    return place;
+  }
+  // Where the row itself belongs. A node's rank of this local index gets it in its final row, from
+  // where it hands it on; RowForwarder decides in the same way. Otherwise, like the metadata and
+  // scales of every row for a node, it goes to its slot.
+  DC_DEVICE uint8_t* dst_of(const Target& target, const Place& place) const {
+    if (place.straight >= 0) {
+      const StraightRows& straight = entry_->straight_rows()[target.column];
+      if (place.straight < straight.num_rows) {
+        return straight.x + static_cast<size_t>(place.straight) * args_.message.row_bytes;
+      }
+    }
+    return target.row_of(place.row);
   }
 
   DC_DEVICE void load_next() {
@@ -209,19 +234,23 @@ class TokenSender {
     const int num_bytes = pieces_.bytes_of(piece) / kShrink;
     if (dst != nullptr) arch::bulk_store(dst + offset, pipe_.current(), num_bytes);
     for (int idx = arch::lane_idx() + kWarpSize; idx < num_targets_; idx += kWarpSize) {
-      uint8_t* other = far_row(idx, token);
+      uint8_t* other = far_dst(idx, token);
       if (other != nullptr) arch::bulk_store(other + offset, pipe_.current(), num_bytes);
     }
     arch::bulk_commit();
   }
-  // A destination beyond the lanes.
+  // Of a destination beyond the lanes.
+  DC_DEVICE uint8_t* far_dst(int idx, int token) const {
+    const Target target = target_at(idx);
+    return dst_of(target, place_at(target, token));
+  }
   DC_DEVICE uint8_t* far_row(int idx, int token) const {
     const Target target = target_at(idx);
-    return target.row_of(place_at(target, token));
+    return target.row_of(place_at(target, token).row);
   }
   DC_DEVICE uint8_t* far_scales(int idx, int token) const {
     const Target target = target_at(idx);
-    return target.scales_of(place_at(target, token));
+    return target.scales_of(place_at(target, token).row);
   }
   // All lanes: the idx-th destination's pointer; each lane passes its own.
   DC_DEVICE static uint8_t* of_lane(uint8_t* own, int idx) {
@@ -236,11 +265,11 @@ class TokenSender {
     }
   }
 
-  // dst: of this lane's destination.
-  DC_DEVICE void write_metas(int token, uint8_t* dst) const {
+  // slot_row: the row's part of the slot at this lane's destination.
+  DC_DEVICE void write_metas(int token, uint8_t* slot_row) const {
     const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
     for (int idx = num_local; idx < num_targets_; ++idx) {
-      uint8_t* row = idx < kWarpSize ? of_lane(dst, idx) : far_row(idx, token);
+      uint8_t* row = idx < kWarpSize ? of_lane(slot_row, idx) : far_row(idx, token);
       if (row == nullptr) continue;
       const int node = (args_.tiers.rail.node + 1 + idx - num_local) % num_nodes;
       write_placed_meta<kIsQuantised>(args_, row - args_.placed.meta_bytes(), token, node);

@@ -4,7 +4,11 @@
 //   rank (n, l)                       rank (n', l)                          rank (n', j)
 //   sender ──bulk stores──→ final rows of the own node
 //          ──bulk stores──→ slots of the own rail peers ──forwarder──bulk──→ final rows
+//          ──bulk stores──→ final rows there            ──forwarder──bulk──→ final rows
 //          publisher ──landed[chunk]──→
+//
+// The last of these, straight rows: if all rows between nodes are stored, and for a row that (n', l)
+// gets itself. Its slot has the metadata alone.
 //
 // grid   any number of blocks, roles by warp: [0, S) send the tokens they take; the next F forward
 //        the chunks they take; then some write metadata of rows for the own node; one publishes
@@ -13,6 +17,8 @@
 //                                stored or put on the queue of the chunk
 //        added[n][chunk]       · this rank · rows of a put chunk that are in their slots;
 //                                zero at rest
+//        outputs[n]           · owner: a near sender · where this rank's rows from it belong;
+//                                written before the arrival
 //        offers, announcements · see direct_entry.cuh
 //        done                  · owner: receiver · by each local rank's last block
 // waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
@@ -42,7 +48,7 @@ DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* en
   for (int local = 0; local < num_local; ++local) {
     const int place = arch::shfl(kFullMask, my_place, local);
     const TierOutput& output = entry->outputs[local];
-    const int64_t row = static_cast<int64_t>(entry->starts()[local * num_nodes + own]) + place;
+    const int64_t row = static_cast<int64_t>(entry->starts(tiers)[local * num_nodes + own]) + place;
     if (place < 0 || row >= output.num_rows) continue;
     if constexpr (!kIsQuantised) {
       store_input_scales(args, output.scales + row * args.num_scales * args.scale_bytes, token);

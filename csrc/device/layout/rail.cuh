@@ -23,12 +23,21 @@ struct alignas(kLineBytes) RailLine {
   uint64_t word;  // Tagged
 };
 
-// What the rank of this local index at a node announces at entry; all Tagged.
+// Where rows that go to the rank of this local index at a node belong in its outputs.
+struct RailOutput {
+  uint32_t output_line;  // see TierAnnouncement, like num_rows
+  int32_t start;         // row: the first of those that this rank sends there
+  int32_t num_rows;
+};
+
+// What the rank of this local index at a node announces at entry.
 struct alignas(kLineBytes) RailArrivedLine {
-  uint64_t word;  // it has entered; value = operation signature
-  // What it can do in this kernel (a TierOffer), written before `word`. By parity of the
+  uint64_t word;  // Tagged: it has entered; value = operation signature
+  // Tagged: what it can do in this kernel (a TierOffer), written before `word`. By parity of the
   // generation: the peer may be one kernel further when this is read.
   uint64_t offers[2];
+  // The same, stored where stores reach this rank.
+  RailOutput outputs[2];
 };
 
 // Where another node's rows belong if nobody returns credits. The rank that receives them announces
@@ -144,6 +153,9 @@ struct RailLayout {
   DC_HOST_DEVICE size_t offer_of(int node, int parity) const {
     return arrived_of(node) + offsetof(RailArrivedLine, offers) + sizeof(uint64_t) * parity;
   }
+  DC_HOST_DEVICE size_t rail_output_of(int node, int parity) const {
+    return arrived_of(node) + offsetof(RailArrivedLine, outputs) + sizeof(RailOutput) * parity;
+  }
   DC_HOST_DEVICE size_t announcement_of(int local, int parity) const {
     return announcements + announcement_stride * (parity * ranks_per_node + local);
   }
@@ -233,6 +245,7 @@ struct RailMessage {
 //   slot = [ scales | expert ids int32[K] | weights float[K] | source token | places int32[M]
 //            | pad to 128 | row | pad to 128 ]
 //
+// The row's part stays unused if the row is stored straight to a final row of the slot's rank.
 // places: an OrderedPlace for each rank of the node, the row's ordinal among those that its source
 // sends there.
 struct PlacedRailMessage {

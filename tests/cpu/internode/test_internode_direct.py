@@ -3,13 +3,19 @@ threads. Cases of all shapes: test_internode.py.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import roundtrip
+import torch
 from cases import InternodeCase, Scales, direct
 from internode import hundred_calls
 from on_buffers import on_buffers
 from roundtrip import check, verify
+
+from deep_comm import Buffer, Config
+from deep_comm.backends import cpu
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -36,15 +42,74 @@ def test_rows_longer_than_a_stage_travel_in_pieces(way: str) -> None:
     )  # fmt: skip
 
 
-def test_more_rows_than_words_share_them(way: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "routing"), [((9001, 17), "one_expert"), ((9001, 3) * 2, "random")]
+)
+def test_more_rows_than_words_share_them(way: str, tokens: tuple[int, ...], routing: str) -> None:
     """Beyond 4096 rows between two nodes a word stands for several."""
     check(
         InternodeCase(
-            (9001, 17), hidden=16, experts=2, topk=1, num_sms=4, ranks_per_node=1,
-            routing="one_expert", nvl_bytes=32 << 20, direct_bytes=24 << 20, rdma_bytes=16 << 20,
-            is_direct=True,
+            tokens, hidden=16, experts=len(tokens), topk=len(tokens) // 2, num_sms=4,
+            ranks_per_node=len(tokens) // 2, routing=routing, nvl_bytes=32 << 20,
+            direct_bytes=24 << 20, rdma_bytes=16 << 20, is_direct=True,
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
+def test_a_row_that_is_stored_for_the_rail_peer_is_not_copied_there(
+    way: str, ranks_per_node: int
+) -> None:
+    """A slot holds what goes to others of the node, and what is put."""
+    num_ranks = 2 * ranks_per_node
+
+    def count_rows(buffer: Buffer) -> list[list[int]]:
+        peer = (buffer.rank + ranks_per_node) % num_ranks
+        first = peer // ranks_per_node * ranks_per_node
+        others = [rank for rank in range(first, first + ranks_per_node) if rank != peer]
+        idx = torch.full((1 + len(others), ranks_per_node), -1)
+        idx[0] = torch.tensor([peer, *others])  # to the whole node
+        for token, other in enumerate(others):
+            idx[1 + token, 0] = other
+        generator = torch.Generator().manual_seed(buffer.rank)
+        x = torch.rand(len(idx), 64, generator=generator).bfloat16()
+        output = buffer.dispatch(
+            x, topk_idx=idx, num_experts=num_ranks,
+            topk_weights=torch.ones(idx.shape), config=Config(4, 1, 4, 1, 4),
+        )  # fmt: skip
+        heap = buffer._context.heap
+        memory = heap.view(0, heap.num_bytes).numpy().tobytes()
+        sources = output[4].recv_src_idx.tolist()
+        rows = [row.view(torch.uint8).numpy().tobytes() for row in output[0]]
+        counts: list[list[int]] = [[], []]
+        for source, row in zip(sources, rows, strict=True):
+            counts[source > 0].append(memory.count(row))
+        return counts
+
+    results = on_buffers(
+        count_rows, num_ranks, 1 << 20, 1 << 20, ranks_per_node=ranks_per_node,
+        num_direct_bytes=1 << 19,
+    )  # fmt: skip
+    for shared, alone in results:
+        # From the rail peer, whose row lies here in its slot as well if it was put; from others.
+        expected = 1 if way == "stored" else 2
+        assert sorted(shared) == sorted([expected] + [1] * (ranks_per_node - 1))
+        assert alone == [1] * (ranks_per_node - 1)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_some_rows_are_stored_and_others_are_put(
+    monkeypatch: pytest.MonkeyPatch, ranks_per_node: int
+) -> None:
+    """By rail, or by rank of a rail. All rows go through slots, so that all ranks do the same."""
+    arguments_of = cpu._ThreadHeap.rail_arguments
+
+    def rail_arguments(heap: cpu._ThreadHeap, peers: Sequence[int]) -> dict[str, Any]:
+        return arguments_of(heap, peers) | {"is_near": heap._rank % 2 == 1}
+
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
+    monkeypatch.setattr(cpu._ThreadHeap, "rail_arguments", rail_arguments)
+    check(dataclasses.replace(direct(PLENTY), ranks_per_node=ranks_per_node))
 
 
 def rooms(case: InternodeCase) -> dict[str, InternodeCase]:

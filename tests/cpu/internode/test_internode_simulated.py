@@ -86,6 +86,8 @@ FAULTY = InternodeCase(
 )  # fmt: skip
 # Chunks of several rows that different blocks fill, two calls, unequal ranks.
 SEVERAL = direct(dataclasses.replace(FAULTY, num_sms=4, rail_chunk=2, rail_slots=4))
+# One rank per node: where rows are stored, what waits for them handles their metadata alone.
+ALONE = dataclasses.replace(SEVERAL, ranks_per_node=1)
 # Between nodes is memory for rings alone: dispatch takes those, and faults of combine's own show.
 STAGED = dataclasses.replace(SEVERAL, direct_bytes=1 << 18, rdma_bytes=1 << 12, is_direct=False)
 # Rows go out behind notify, before the host knows how many come.
@@ -95,6 +97,8 @@ CASES = {
     ("rings", "stored"): FAULTY,
     ("direct", "put"): SEVERAL,
     ("direct", "stored"): SEVERAL,
+    ("alone", "put"): ALONE,
+    ("alone", "stored"): ALONE,
     ("staged", "put"): STAGED,
     # Where rows are stored, that memory is enough for places, which need no slots to send from.
     ("staged", "stored"): dataclasses.replace(STAGED, is_direct=True),
@@ -127,6 +131,14 @@ FAULTS = {
     ],
     ("direct", "stored"): [
         "skip_rail_fence", "skip_bulk_wait", "skip_entry_barrier", "weaken_release",
+    ],
+    ("alone", "put"): ["skip_rail_fence", "skip_bulk_wait"],
+    ("alone", "stored"): [
+        "skip_rail_fence",
+        "skip_bulk_wait",  # a row is told of before it is in its final row
+        "skip_entry_barrier",
+        "weaken_release",
+        "ignore_generation",  # rows of this kernel where those of the one before belonged
     ],
     ("staged", "put"): [
         "skip_arrival",  # rows and sums are added whether they have come or not

@@ -101,6 +101,7 @@ RINGS = InternodeCase(
     rail_slots=2, rail_chunk=1, nvl_bytes=1 << 19, rdma_bytes=1 << 19, ranks_per_node=2,
 )  # fmt: skip
 PLACES = direct(dataclasses.replace(RINGS, num_sms=4, rail_chunk=2, rail_slots=4, smem_bytes=20000))
+ALONE = dataclasses.replace(PLACES, ranks_per_node=1)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,7 @@ PLACES = direct(dataclasses.replace(RINGS, num_sms=4, rail_chunk=2, rail_slots=4
         (PLACES, "skip_bulk_wait", 1),
         (PLACES, "skip_entry_barrier", 1),
         (PLACES, "weaken_release", 1),
+        (ALONE, "skip_bulk_wait", 1),
     ],
     ids=lambda value: str(value) if not isinstance(value, InternodeCase) else "",
 )
@@ -126,7 +128,7 @@ def test_a_protocol_with_a_step_left_out_fails(
     find_fault(fault, Formed(case, FORM), quantised.run_case, quantised.verify)
 
 
-@pytest.mark.parametrize("case", [RINGS, PLACES], ids=["rings", "places"])
+@pytest.mark.parametrize("case", [RINGS, PLACES, ALONE], ids=["rings", "places", "alone"])
 def test_the_same_runs_pass_without_a_fault(case: InternodeCase, way: str) -> None:
     formed = Formed(case, FORM)
     pass_without_fault(formed, quantised.run_case, quantised.verify, num_seeds=12)
