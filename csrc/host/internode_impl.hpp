@@ -198,8 +198,8 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   args.placed = {message.row_bytes, message.scale_row_bytes, message.num_topk, num_local};
   args.staging = {tiers_.rail.layout.data, rail_ring_bytes_, num_nodes, args.placed.slot_bytes()};
   const bool is_quantised = args.source != nullptr;
-  // Otherwise all rows that arrive are straight. (If other ranks' stores do not reach this one, which
-  // nobody has seen, they are forwarded in small pieces.)
+  // False: every row that arrives is straight, unless stores do not reach some other pair of ranks of
+  // the rail. Then rows are forwarded in small pieces.
   const bool forwards_rows = num_local > 1 || !is_rail_near_;
   args.num_send_warps = is_quantised    ? tuning.num_tier_quantise_warps
                         : forwards_rows ? tuning.num_tier_send_warps

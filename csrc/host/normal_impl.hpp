@@ -252,7 +252,7 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
     // Scales make metadata slow. Otherwise more warps would only make more fences.
     args.num_meta_warps = brings_scales(options)
                               ? SentChunks::num_meta_warps(args.num_move_warps, kMaxWarps)
-                              : max_of(args.num_meta_warps, 1);
+                              : max_of(1, min_of(args.num_meta_warps, args.num_move_warps));
   }
   const size_t stages_bytes =
       align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),

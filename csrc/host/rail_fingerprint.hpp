@@ -13,6 +13,7 @@ inline uint64_t rail_fingerprint() {
   WordHash hash;
   hash.add(sizeof(LaunchConfig));
   hash.add(sizeof(RailPort));
+  hash.add(DirectEntry::num_bytes(1, 1));  // shared memory, which whoever launches sizes
   RailKernelList::for_each([&]<class KernelType>(int place, std::type_identity<KernelType>) {
     hash.add(static_cast<uint64_t>(place));
     hash.add(sizeof(typename KernelType::Args));

@@ -3,6 +3,7 @@
 // A rank offers direct mode if its outputs lie in its receive region and the staging between nodes
 // holds what arrives over its rail. Offers are sent before arrivals, first over the rail, then
 // inside the node, and combined by "and" on the way. So all ranks of the group see the same result.
+// Before its arrival a rank also tells its near rail peers where their rows begin in its outputs.
 #pragma once
 
 #include "device/internode/tiers.cuh"

@@ -49,7 +49,7 @@ class RowPublisher {
   }
 
  private:
-  // A row that has landed in its slot.
+  // A row that has landed, in its slot or straight in its final row.
   struct LandedRow {
     int node;
     int chunk;

@@ -3,14 +3,14 @@
 //
 // Moving warps take chunks of tokens and report to their block what they have taken and what has
 // landed. Metadata warps write the metadata of what is taken and publish what has landed, one fence
-// behind both. A mover's chunks go in turn to two of them where a block has room for so many, or else
-// a metadata warp has several movers.
+// behind both. Where rows bring scales and a block has room for so many warps, a mover's chunks go in
+// turn to two of them. Otherwise each mover has one, which may serve several.
 //
-// words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the metadata warp of
-//        the chunk's mover · fence and relaxed store / acquire sys
+// words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the metadata warp that
+//        has the chunk · fence and relaxed store / acquire sys
 //        recv_line[0].num_tokens, this rank's expanding · written by block 0 · relaxed, value in data
-// waits  a mover for its metadata warp, which waits until a mover reports; movers report before they
-//        wait
+// waits  a mover for the metadata warp of its oldest chunk, which waits until a mover reports; movers
+//        report before they wait
 #pragma once
 
 #include <type_traits>
@@ -27,11 +27,12 @@ namespace deep_comm {
 struct SentChunks {
   static constexpr int kMaxMovers = Progress::kMaxWords / 2;
   static constexpr uint32_t kDepth = 32;
-  static constexpr int kMostPublishers = 2;  // metadata warps of a mover
+  static constexpr int kMostPublishers = 2;  // metadata warps of a mover, at most
 
   Progress progress;  // [mover] chunks taken, [kMaxMovers + mover] chunks that have landed
-  int chunks[kMaxMovers][kDepth];                       // by a mover's own count
-  uint32_t num_published[kMostPublishers][kMaxMovers];  // each its own, and all before
+  int chunks[kMaxMovers][kDepth];  // by a mover's own count
+  // [turn][mover]: of the chunks before this one, those of that turn are published
+  uint32_t num_published[kMostPublishers][kMaxMovers];
 
   // How many take turns with a mover's chunks.
   DC_DEVICE static uint32_t num_publishers(const DispatchArgs& args) {
@@ -208,8 +209,8 @@ DC_DEVICE void announce_expanding(const Context& context, const DispatchArgs& ar
   }
 }
 
-// A metadata warp: number `warp` of num_meta_warps. If there are more of them than movers, it takes
-// turns with the mover's others; if fewer, it serves movers warp, warp + num_meta_warps, …, one per
+// A metadata warp: number `warp` of num_meta_warps. If these are a multiple of the movers, it takes turns
+// with the mover's others. If they are fewer, it serves movers warp, warp + num_meta_warps, …, one per
 // lane.
 template <class Form>
 class ChunkPublisher {
@@ -278,7 +279,8 @@ class ChunkPublisher {
   }
 
   DC_DEVICE void write_metadata(int chunk) {
-    if (args_.message.num_topk == 0 && args_.num_scales == 0) return;  // there is none
+    // There is none. Casting movers write the scales that they make.
+    if (args_.message.num_topk == 0 && (Form::kQuantised || args_.num_scales == 0)) return;
     constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
     const ExpertMap experts{args_.num_experts, args_.world.num_ranks};
     for (int token = chunks_.first_token(chunk); token < chunks_.end_token(chunk); ++token) {
