@@ -297,7 +297,6 @@ class Engine final : public EngineCalls {
   TwoTier tiers_{};
   size_t rail_ring_bytes_ = 0;
   int num_rail_peers_ = 0;
-  bool is_rail_near_ = false;       // stores reach all ranks of this rank's rail
   uint8_t** rail_bases_ = nullptr;  // host memory that kernels reach, as the two below
   uint64_t* rail_byte_counters_ = nullptr;
   InternodeCounts* internode_counts_ = nullptr;

@@ -15,16 +15,6 @@ inline void check_rail(const RailConfig& config) {
           ", must lie in 1..num_rail_slots = ", config.num_slots);
 }
 
-// Do this rank's stores reach all ranks of its rail?
-inline bool is_rail_near(const InternodeOptions& options) {
-  const RailPeer* peers = options.rail.nvshmem.peers;
-  if (peers == nullptr) return options.rail.is_near;
-  for (int node = 0; node < options.num_nodes; ++node) {
-    if (node != options.node && peers[node].near == nullptr) return false;
-  }
-  return true;
-}
-
 }  // namespace detail
 
 template <class Target>
@@ -60,7 +50,6 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   }
   tiers_.rank = options.node * num_local + world_.rank;
   tiers_.rail.node = options.node;
-  is_rail_near_ = detail::is_rail_near(options);
   RailPort port{};
   port.bases = rail_bases_;
   port.num_bytes = rail_byte_counters_;
@@ -198,12 +187,7 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   args.placed = {message.row_bytes, message.scale_row_bytes, message.num_topk, num_local};
   args.staging = {tiers_.rail.layout.data, rail_ring_bytes_, num_nodes, args.placed.slot_bytes()};
   const bool is_quantised = args.source != nullptr;
-  // False: every row that arrives is straight, unless stores do not reach some other pair of ranks of
-  // the rail. Then rows are forwarded in small pieces.
-  const bool forwards_rows = num_local > 1 || !is_rail_near_;
-  args.num_send_warps = is_quantised    ? tuning.num_tier_quantise_warps
-                        : forwards_rows ? tuning.num_tier_send_warps
-                                        : tuning.num_tier_alone_warps;
+  args.num_send_warps = is_quantised ? tuning.num_tier_quantise_warps : tuning.num_tier_send_warps;
   args.num_forward_warps = tuning.num_tier_forward_warps;
   const bool has_metadata =
       message.num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr;
@@ -213,24 +197,17 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   const int64_t room = static_cast<int64_t>(smem_bytes_limit) - static_cast<int64_t>(entry_bytes) -
                        256 - num_movers * StagePipe::barrier_bytes(StagePipe::kMaxStages);
   const int warp_limit = static_cast<int>(max_of<int64_t>(room, 0)) / num_movers;
-  const int meta_bytes = args.placed.meta_bytes();
   // Four: a bulk operation costs an SM as much for a small piece as for a large one.
   constexpr int kTierStages = 4;
-  // Metadata needs little room. What is left is for rows that are sent: bytes in flight.
-  const int forward_limit =
-      forwards_rows ? warp_limit
-                    : min_of(warp_limit, StageLayout::min_warp_bytes(meta_bytes, kTierStages));
-  const int send_limit =
-      warp_limit + (warp_limit - forward_limit) * args.num_forward_warps / args.num_send_warps;
   if (is_quantised) {
     for (const int num_stages : {kTierStages, StagePipe::kMinStages}) {
       args.send_stage =
           StageLayout::make_quantised(message.row_bytes * static_cast<int>(sizeof(Bf16)),
-                                      send_limit, num_stages, StagePipe::kMaxStages);
+                                      warp_limit, num_stages, StagePipe::kMaxStages);
       if (args.send_stage.num_stages > 0) break;
     }
   }
-  if (warp_limit < StageLayout::min_warp_bytes(meta_bytes, StagePipe::kMinStages) ||
+  if (warp_limit < StageLayout::min_warp_bytes(args.placed.meta_bytes(), StagePipe::kMinStages) ||
       (is_quantised && args.send_stage.num_stages == 0)) {
     args.output_line = 0;
   }
@@ -238,13 +215,13 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
     args.entry_offset = align_up<size_t>(sizeof(ForwardTeam), 128);
     return args.entry_offset + entry_bytes;
   }
-  const auto stages_of = [&](int limit, int meta) {
-    const bool has_room = limit >= StageLayout::min_warp_bytes(meta, kTierStages);
-    return StageLayout::make(message.row_bytes, meta, limit,
+  const auto stages_of = [&](int meta_bytes) {
+    const bool has_room = warp_limit >= StageLayout::min_warp_bytes(meta_bytes, kTierStages);
+    return StageLayout::make(message.row_bytes, meta_bytes, warp_limit,
                              has_room ? kTierStages : StagePipe::kMinStages, StagePipe::kMaxStages);
   };
-  if (!is_quantised) args.send_stage = stages_of(send_limit, 0);
-  args.forward_stage = stages_of(forward_limit, meta_bytes);
+  if (!is_quantised) args.send_stage = stages_of(0);
+  args.forward_stage = stages_of(args.placed.meta_bytes());
   args.forward_stages_offset = args.num_send_warps * args.send_stage.warp_bytes();
   args.barriers_offset =
       args.forward_stages_offset + args.num_forward_warps * args.forward_stage.warp_bytes();

@@ -87,7 +87,6 @@ struct Tuning {
   int num_rail_sender_warps;  // two tiers, dispatch: warps of a channel that send to nodes, at most
   // two tiers, direct dispatch: warps of a block that send, forward, and write metadata
   int num_tier_send_warps;
-  int num_tier_alone_warps;     // that send, where forwarders have metadata alone
   int num_tier_quantise_warps;  // that send, where they quantise
   int num_tier_forward_warps;
   int num_tier_meta_warps;

@@ -44,7 +44,6 @@ class HostTarget {
       .num_count_blocks = 2,
       .num_rail_sender_warps = 2,
       .num_tier_send_warps = 2,
-      .num_tier_alone_warps = 3,
       .num_tier_quantise_warps = 3,
       .num_tier_forward_warps = 2,
       .num_tier_meta_warps = 1,

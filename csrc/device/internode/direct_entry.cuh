@@ -149,10 +149,10 @@ DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs&
   }
 }
 
-// One lane: tells a node's rank of this local index where its rows belong here, if stores reach it.
-// Its arrival follows, by the same lane.
-DC_DEVICE void announce_output(const Context& context, const InternodeDispatchArgs& args,
-                               int node) {
+// One lane: tells the rank of this local index at `node` where that rank's rows belong in the outputs of
+// this one, if stores reach it. This rank's arrival follows, by the same lane.
+DC_DEVICE void announce_straight_rows(const Context& context, const InternodeDispatchArgs& args,
+                                      int node) {
   const RailTier& tier = args.tiers.rail;
   uint8_t* near = near_segment(context.world, tier, node);
   if (near == nullptr) return;
@@ -165,7 +165,7 @@ DC_DEVICE void announce_output(const Context& context, const InternodeDispatchAr
   arch::st_weak(&output->num_rows, num_output_rows(args));
 }
 
-// What that rank of `node` has announced here, when it has arrived.
+// What the rank of this local index at `node` has announced here. It has arrived.
 DC_DEVICE StraightRows straight_rows_at(const Context& context, const InternodeDispatchArgs& args,
                                         int node) {
   const RailTier& tier = args.tiers.rail;
@@ -188,7 +188,7 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
   uint32_t offer = own_offer(args);
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
-    announce_output(contexts.node, args, node);
+    announce_straight_rows(contexts.node, args, node);
     // pairs with: the load below at the node, after this rank's arrival on the same queue
     write_rail_word(world, tier, node, 0, tier.layout.offer_of(tier.node, parity),
                     Tagged::pack(generation, offer));

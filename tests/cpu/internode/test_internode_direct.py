@@ -97,11 +97,8 @@ def test_a_row_that_is_stored_for_the_rail_peer_is_not_copied_there(
         assert alone == [1] * (ranks_per_node - 1)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_some_rows_are_stored_and_others_are_put(
-    monkeypatch: pytest.MonkeyPatch, ranks_per_node: int
-) -> None:
-    """By rail, or by rank of a rail. All rows go through slots, so that all ranks do the same."""
+def test_nodes_of_which_one_rail_stores_and_the_other_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows go through slots, so that all ranks do the same."""
     arguments_of = cpu._ThreadHeap.rail_arguments
 
     def rail_arguments(heap: cpu._ThreadHeap, peers: Sequence[int]) -> dict[str, Any]:
@@ -109,7 +106,7 @@ def test_some_rows_are_stored_and_others_are_put(
 
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
     monkeypatch.setattr(cpu._ThreadHeap, "rail_arguments", rail_arguments)
-    check(dataclasses.replace(direct(PLENTY), ranks_per_node=ranks_per_node))
+    check(direct(PLENTY))
 
 
 def rooms(case: InternodeCase) -> dict[str, InternodeCase]:
