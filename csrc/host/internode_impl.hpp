@@ -197,17 +197,8 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   const int64_t room = static_cast<int64_t>(smem_bytes_limit) - static_cast<int64_t>(entry_bytes) -
                        256 - num_movers * StagePipe::barrier_bytes(StagePipe::kMaxStages);
   const int warp_limit = static_cast<int>(max_of<int64_t>(room, 0)) / num_movers;
-  // Four: a bulk operation costs an SM as much for a small piece as for a large one.
-  constexpr int kTierStages = 4;
-  if (is_quantised) {
-    for (const int num_stages : {kTierStages, StagePipe::kMinStages}) {
-      args.send_stage =
-          StageLayout::make_quantised(message.row_bytes * static_cast<int>(sizeof(Bf16)),
-                                      warp_limit, num_stages, StagePipe::kMaxStages);
-      if (args.send_stage.num_stages > 0) break;
-    }
-  }
-  if (warp_limit < StageLayout::min_warp_bytes(args.placed.meta_bytes(), StagePipe::kMinStages) ||
+  if (is_quantised) args.send_stage = StageLayout::make_cast(message.row_bytes, warp_limit);
+  if (warp_limit < StageLayout::min_warp_bytes(0, StagePipe::kMinStages) ||
       (is_quantised && args.send_stage.num_stages == 0)) {
     args.output_line = 0;
   }
@@ -215,13 +206,13 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
     args.entry_offset = align_up<size_t>(sizeof(ForwardTeam), 128);
     return args.entry_offset + entry_bytes;
   }
-  const auto stages_of = [&](int meta_bytes) {
-    const bool has_room = warp_limit >= StageLayout::min_warp_bytes(meta_bytes, kTierStages);
-    return StageLayout::make(message.row_bytes, meta_bytes, warp_limit,
-                             has_room ? kTierStages : StagePipe::kMinStages, StagePipe::kMaxStages);
-  };
-  if (!is_quantised) args.send_stage = stages_of(0);
-  args.forward_stage = stages_of(args.placed.meta_bytes());
+  // Four: a bulk operation costs an SM as much for a small piece as for a large one.
+  constexpr int kTierStages = 4;
+  const bool has_room = warp_limit >= StageLayout::min_warp_bytes(0, kTierStages);
+  args.forward_stage =
+      StageLayout::make(message.row_bytes, 0, warp_limit,
+                        has_room ? kTierStages : StagePipe::kMinStages, StagePipe::kMaxStages);
+  if (!is_quantised) args.send_stage = args.forward_stage;
   args.forward_stages_offset = args.num_send_warps * args.send_stage.warp_bytes();
   args.barriers_offset =
       args.forward_stages_offset + args.num_forward_warps * args.forward_stage.warp_bytes();

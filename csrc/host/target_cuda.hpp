@@ -40,7 +40,7 @@ class CudaTarget {
                                      .num_count_blocks = 64,
                                      .num_rail_sender_warps = 7,
                                      .num_tier_send_warps = 4,
-                                     .num_tier_quantise_warps = 8,
+                                     .num_tier_quantise_warps = 12,
                                      .num_tier_forward_warps = 3,
                                      .num_tier_meta_warps = 3,
                                      .number_threads = 512,

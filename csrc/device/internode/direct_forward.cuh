@@ -1,181 +1,204 @@
 // dispatch, direct mode, inside the node: rows that have arrived over the rail are forwarded to
-// their final rows, from their slots or from the final row that this rank has got itself. Chunks are
-// dealt while the kernel runs. A warp that waits for a chunk has nothing else to do.
+// their final rows, from their slots or from the final row that this rank has got itself. Their
+// metadata follows by other warps: direct_meta.cuh.
 #pragma once
 
 #include "device/internode/direct_publish.cuh"
 
 namespace deep_comm {
 
-// Lane 0 of a forwarding warp takes parts, a few consecutive rows each, the nodes in rotation. An
-// item is part * (N - 1) + other node. A part may lie in two chunks.
+// Rows from other nodes, as the rank of this local index there has sent them: where their slots lie,
+// and where they belong.
+class RailRows {
+ public:
+  DC_DEVICE RailRows(const Context& rail, const InternodeDispatchArgs& args,
+                     const DirectEntry* entry)
+      : context_(rail), args_(args), entry_(entry) {}
+
+  // A few consecutive rows of one node.
+  struct Part {
+    int node;
+    int first;  // among those of the node
+    int num_rows;
+  };
+  // Parts are numbered with the nodes in rotation; so many numbers, some of them of no rows. A part
+  // may lie in two chunks.
+  DC_DEVICE int num_parts(int part_rows) const {
+    int num_rounds = 0;
+    for (int other = 0; other < num_others(); ++other) {
+      num_rounds = max_of(num_rounds, ceil_div(num_rows_from(args_, node_of(other)), part_rows));
+    }
+    return num_rounds * num_others();
+  }
+  DC_DEVICE Part part(int number, int part_rows) const {
+    const int node = node_of(number % num_others()), first = number / num_others() * part_rows;
+    return {node, first, min_of(num_rows_from(args_, node) - first, part_rows)};
+  }
+
+  DC_DEVICE const uint8_t* slot(int node, int row) const {
+    return args_.world.bases[args_.world.rank] +
+           args_.staging.recv_slot(!entry_->is_near, args_.tiers.rail.node, node, row);
+  }
+  // By local rank, in a slot: OrderedPlace of the row there.
+  DC_DEVICE const int32_t* places_in(const uint8_t* slot) const {
+    return reinterpret_cast<const int32_t*>(slot + args_.placed.slots_offset());
+  }
+  // The final row at a local rank, or -1.
+  DC_DEVICE int final_row(int node, int local, int word) const {
+    const int place = OrderedPlace::place(word);
+    if (place < 0) return -1;
+    const int row = entry_->starts(args_.tiers)[local * args_.tiers.num_nodes() + node] + place;
+    return row < entry_->outputs[local].num_rows ? row : -1;
+  }
+
+  // One lane: whether a row has arrived, with its metadata; `waits`: until it has, or the wait fails.
+  DC_DEVICE bool has_come(int node, int row, bool waits) const {
+    const RailChunks chunks = rail_chunks(args_, entry_->is_near, num_rows_from(args_, node));
+    const uint64_t* word =
+        own_word(args_.world, args_.tiers.rail.layout.landed_of(node, row / chunks.chunk_rows));
+    // pairs with: RowPublisher at the node — the chunk's rows and their metadata
+    if (Tagged::unpack(arch::ld_acquire_sys(word)).generation == context_.generation) return true;
+    uint32_t seen = 0;
+    return waits && await_tagged(context_, word, {Stage::kRailTail, Word::kLanded, node, -1}, 1,
+                                 &seen);
+  }
+
+ private:
+  DC_DEVICE int num_others() const { return args_.tiers.num_nodes() - 1; }
+  DC_DEVICE int node_of(int other) const {
+    return (args_.tiers.rail.node + 1 + other) % args_.tiers.num_nodes();
+  }
+
+  const Context& context_;
+  const InternodeDispatchArgs& args_;
+  const DirectEntry* entry_;
+};
+
+// Lane 0 of a forwarding warp takes parts.
 class TakeRailRows {
  public:
   // Two. A chunk that was put arrives at once, and the last chunk ends the kernel, so many warps
   // should share it. With one row per part each row would cost a trip to the counter.
   static constexpr int kPartRows = 2;
 
-  DC_DEVICE TakeRailRows(const Context& rail, const InternodeDispatchArgs& args)
-      : args_(&args),
+  DC_DEVICE TakeRailRows(const Context& rail, const RailRows& rows)
+      : rows_(&rows),
         counter_(&taken_work(rail)->num_chunks[0]),
-        num_others_(args.tiers.num_nodes() - 1) {
-    for (int other = 0; other < num_others_; ++other) {
-      num_rounds_ = max_of(num_rounds_, ceil_div(num_rows_from(*args_, node_of(other)), kPartRows));
-    }
-  }
+        num_parts_(rows.num_parts(kPartRows)) {}
   DC_DEVICE int operator()() const {
     while (true) {
-      const uint32_t item = arch::atomic_add_relaxed_gpu(counter_, 1u);
-      if (item >= static_cast<uint32_t>(num_rounds_) * num_others_) return -1;
-      if (rows_of(static_cast<int>(item)).num_rows > 0) return static_cast<int>(item);
+      const uint32_t number = arch::atomic_add_relaxed_gpu(counter_, 1u);
+      if (number >= static_cast<uint32_t>(num_parts_)) return -1;
+      if (part(static_cast<int>(number)).num_rows > 0) return static_cast<int>(number);
     }
   }
-
-  struct Rows {
-    int node;
-    int first;  // among those of the node
-    int num_rows;
-  };
-  DC_DEVICE Rows rows_of(int item) const {
-    const int node = node_of(item % num_others_), begin = item / num_others_ * kPartRows;
-    return {node, begin, min_of(num_rows_from(*args_, node) - begin, kPartRows)};
-  }
+  DC_DEVICE RailRows::Part part(int number) const { return rows_->part(number, kPartRows); }
 
  private:
-  DC_DEVICE int node_of(int other) const {
-    return (args_->tiers.rail.node + 1 + other) % (num_others_ + 1);
-  }
-
-  const InternodeDispatchArgs* args_;
+  const RailRows* rows_;
   uint32_t* counter_;
-  int num_others_;
-  int num_rounds_ = 0;
+  int num_parts_;
 };
 
-// What combine needs for a forwarded row: its ordinal in combine's ring of each local rank. Lane m
-// handles local rank m. place: OrderedPlace at that rank. row: among `node`'s rows.
-DC_DEVICE void write_rank_heads(const InternodeDispatchArgs& args, int node, int row, int place) {
-  const int num_channels = args.rail_rings.num_channels, num_local = args.tiers.ranks_per_node();
-  const int32_t* prefix = args.recv_node_channel_prefix + node * num_channels;
-  int channel = 0;  // of the row: as many channels end before it
-  for (int base = 0; base < num_channels; base += kWarpSize) {
-    const int own = base + arch::lane_idx();
-    channel +=
-        arch::popc(arch::ballot(kFullMask, own < num_channels && arch::ld_nc(prefix + own) <= row));
-  }
-  const int start = node == 0 ? 0 : arch::ld_nc(args.recv_node_prefix_sum + node - 1);
-  const int64_t forwarded = static_cast<int64_t>(start) + row;
-  const int local = arch::lane_idx();
-  if (local >= num_local || forwarded >= args.num_forward_rows) return;
-  const int num_nodes = args.tiers.num_nodes();
-  // Converts the place among all rows of the rank to an ordinal in combine's ring.
-  const int32_t* places = args.forward_slots;
-  const int before = arch::ld_nc(places + node * num_local + local);
-  const int shift =
-      arch::ld_nc(places + ((1 + channel) * num_nodes + 1 + node) * num_local + local);
-  arch::st_weak(args.send_rank_head + forwarded * num_local + local,
-                place < 0 ? -1 : before + place - shift);
-}
-
-// One warp: forwards the rows it takes. In a slot the metadata and the first piece of the row are one
-// load. A straight row lies in a final row of this rank already: its metadata is a load of its own,
-// and the row is loaded only if other ranks of the node get it.
+// One warp: forwards the rows it takes.
 class RowForwarder {
  public:
   DC_DEVICE RowForwarder(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry,
                          int warp)
-      : context_(rail),
-        args_(args),
+      : args_(args),
         entry_(entry),
-        take_(rail, args),
+        rows_(rail, args, entry),
+        take_(rail, rows_),
         parts_(take_),
         pieces_(Pieces::of(args.message.row_bytes, args.forward_stage)),
         pipe_(make_tier_pipe(args, args.forward_stage, args.forward_stages_offset,
                              args.num_send_warps * args.send_stage.num_stages, warp)) {}
 
+  // Every row is waited for, also one that nobody else gets: the kernel ends when all have arrived.
   DC_DEVICE void run() {
-    load_.part = store_.part = part_at(0);
+    load_.part = part_at(0);
     while (true) {
       // Loads only what has arrived, unless there is nothing else to do.
-      while (pipe_.can_load() && load_next(pipe_.num_loads() == pipe_.num_stores())) {
+      while (pipe_.can_load() && load_next()) {
       }
-      if (pipe_.num_loads() == pipe_.num_stores()) break;  // all are done, or a wait has failed
+      if (!is_storing()) break;  // all are done, or a wait has failed
       store_next();
     }
     pipe_.drain();
   }
 
  private:
-  using Part = TakeRailRows::Rows;
+  using Part = RailRows::Part;
   struct Cursor {
-    Part part;
+    Part part{0, 0, 0};
     uint32_t index = 0;
     int row = 0;
-    int load = 0;  // of the row
-  };
-  // Where a row lies. The loads that it takes, each with a stage, follow from that.
-  struct Origin {
-    int word = -1;  // in its slot; otherwise the final row here * 2 + (other ranks get it, too)
-
-    DC_DEVICE bool is_straight() const { return word >= 0; }
-    DC_DEVICE int final_row() const { return word >> 1; }
-    DC_DEVICE int num_loads(int num_pieces) const {
-      return !is_straight() ? num_pieces : (word & 1) != 0 ? 1 + num_pieces : 1;
-    }
-    // Of the row; negative: metadata only.
-    DC_DEVICE int piece_of(int load) const { return load - static_cast<int>(is_straight()); }
+    int piece = 0;
   };
 
+  DC_DEVICE bool is_storing() const { return pipe_.num_loads() != pipe_.num_stores(); }
   // The index-th part of this warp; without rows after the last.
   DC_DEVICE Part part_at(uint32_t index) {
-    const int item = parts_.at(index);
-    if (item < 0) return {0, 0, 0};
-    return take_.rows_of(item);
+    const int number = parts_.at(index);
+    return number < 0 ? Part{0, 0, 0} : take_.part(number);
   }
-  DC_DEVICE void advance(Cursor& cursor, const Origin& origin) {
-    if (++cursor.load < origin.num_loads(pieces_.num_pieces)) return;
-    cursor.load = 0;
+  DC_DEVICE void advance(Cursor& cursor) {
+    if (++cursor.piece == pieces_.num_pieces) skip_row(cursor);
+  }
+  DC_DEVICE void skip_row(Cursor& cursor) {
+    cursor.piece = 0;
     if (++cursor.row < cursor.part.num_rows) return;
     cursor.row = 0;
     cursor.part = part_at(++cursor.index);
   }
 
+  DC_DEVICE int num_local() const { return args_.tiers.ranks_per_node(); }
   // The i-th destination is local rank (own + 1 + i) % M, so ranks do not all write to the same one.
   // This rank is the last one.
-  DC_DEVICE int local_at(int idx) const {
-    return (args_.world.rank + 1 + idx) % args_.tiers.ranks_per_node();
+  DC_DEVICE int local_at(int idx) const { return (args_.world.rank + 1 + idx) % num_local(); }
+
+  // Rows on their way have a place each among the lanes, which keep their final rows: lane
+  // place * M + i that of destination i.
+  DC_DEVICE int num_places() const { return kWarpSize / num_local(); }
+  DC_DEVICE int place_of(uint32_t part_index, int row) const {
+    return static_cast<int>((part_index * TakeRailRows::kPartRows + row) % num_places());
   }
-  // The lane that keeps the origin of a part's row, from before its load to its store.
-  DC_DEVICE static int keeper_of(uint32_t part_index, int row) {
-    return (part_index * TakeRailRows::kPartRows + row) % kWarpSize;
+  DC_DEVICE int first_lane(const Cursor& cursor) const {
+    return place_of(cursor.index, cursor.row) * num_local();
   }
-  DC_DEVICE Origin origin_of(const Cursor& cursor) const {
-    return {arch::shfl(kFullMask, origin_.word, keeper_of(cursor.index, cursor.row))};
+  // Whether the rows of the part that is loaded find places that no row on its way has.
+  DC_DEVICE bool has_places() const {
+    static_assert(2 * TakeRailRows::kPartRows * kMaxRanks <= kWarpSize);
+    return (load_.index + 1 - store_.index) * TakeRailRows::kPartRows <=
+           static_cast<uint32_t>(num_places());
   }
-  DC_DEVICE const uint8_t* slot_of(const Part& part, int row) const {
-    return args_.world.bases[args_.world.rank] +
-           args_.staging.recv_slot(!entry_->is_near, args_.tiers.rail.node, part.node,
-                                   part.first + row);
+  // Finds where rows [begin, end) of that part belong. They have arrived. A row that this rank gets
+  // itself, if all rows are stored, lies in its final row here: TokenSender at the node decides in
+  // the same way.
+  DC_DEVICE void find_targets(int begin, int end) {
+    const int lane = arch::lane_idx(), place = lane / num_local();
+    const int distance = place + num_places() - place_of(load_.index, begin);
+    const int row = begin + distance % num_places();
+    if (place >= num_places() || row >= end) return;
+    const Part& part = load_.part;
+    const int local = local_at(lane % num_local());
+    const int32_t* places = rows_.places_in(rows_.slot(part.node, part.first + row));
+    target_ = rows_.final_row(part.node, local, arch::ld_weak(places + local));
+    if (entry_->is_near && local == args_.world.rank && target_ >= 0) target_ = kStraight - target_;
+  }
+  DC_DEVICE bool has_targets(const Cursor& cursor) const {
+    const uint32_t lanes = arch::ballot(kFullMask, target_ >= 0) >> first_lane(cursor);
+    return (lanes & ((1u << num_local()) - 1)) != 0;
   }
 
-  // The whole warp: counts the rows of `part`, from `first` on, that have arrived. The first one
-  // matters; the others save later looks. With `waits`, none means that the wait has failed.
-  DC_DEVICE int num_come(const Part& part, int first, bool waits) {
-    const RailTier& tier = args_.tiers.rail;
-    const RailChunks chunks = rail_chunks(args_, entry_->is_near, num_rows_from(args_, part.node));
-    const int row = first + arch::lane_idx();
-    bool ok = false;
-    if (row < part.num_rows) {
-      const uint64_t* word = own_word(
-          args_.world, tier.layout.landed_of(part.node, (part.first + row) / chunks.chunk_rows));
-      // pairs with: RowPublisher at the node — the chunk's rows and their metadata
-      ok = Tagged::unpack(arch::ld_acquire_sys(word)).generation == context_.generation;
-      if (!ok && waits && arch::lane_idx() == 0) {
-        uint32_t seen = 0;
-        ok = await_tagged(context_, word, {Stage::kRailTail, Word::kLanded, part.node, -1}, 1,
-                          &seen);
-      }
-    }
+  // Counts the rows of the part that is loaded, from the next one on, that have arrived. The next
+  // one matters; the others save later looks. If nothing is on its way, waits for the next one: 0
+  // means that the wait has failed.
+  DC_DEVICE int num_come() {
+    const Part& part = load_.part;
+    const int row = load_.row + arch::lane_idx();
+    const bool waits = arch::lane_idx() == 0 && !is_storing();
+    const bool ok = row < part.num_rows && rows_.has_come(part.node, part.first + row, waits);
     const uint32_t missing = ~arch::ballot(kFullMask, ok);
     arch::sync_warp();  // hands each lane's acquire to all lanes
     // Before the bulk loads of the rows.
@@ -184,157 +207,73 @@ class RowForwarder {
     return arch::ffs(missing) - 1;  // a part has fewer rows than a warp has lanes
   }
 
-  // The whole warp: finds where rows [begin, end) of the part that is loaded lie. They have arrived.
-  // A load of the metadata would tell too late. TokenSender at the node decides in the same way.
-  DC_DEVICE void find_origins(int begin, int end) {
-    static_assert(TakeRailRows::kPartRows * kMaxRanks <= kWarpSize);
-    if (!entry_->is_near) return;
-    const int num_local = args_.tiers.ranks_per_node(), row = arch::lane_idx() / num_local;
-    int final_row = -1;  // lane row * M + i: of that row at the i-th destination
-    if (row >= begin && row < end) {
-      const int local = local_at(arch::lane_idx() % num_local);
-      const int32_t* places = slots_in(slot_of(load_.part, row));
-      final_row = row_at(load_.part, local, arch::ld_weak(places + local));
-    }
-    const uint32_t goes = arch::ballot(kFullMask, final_row >= 0);
-    for (int other = begin; other < end; ++other) {
-      const int own = (other + 1) * num_local - 1;
-      const int here = arch::shfl(kFullMask, final_row, own);
-      const bool is_shared = (goes >> (own + 1 - num_local) & ((1u << (num_local - 1)) - 1)) != 0;
-      if (arch::lane_idx() == keeper_of(load_.index, other))
-        origin_.word = here < 0 ? -1 : 2 * here + static_cast<int>(is_shared);
-    }
-  }
-
   // Begins the next load if there is one and its row has arrived.
-  DC_DEVICE bool load_next(bool waits) {
-    const Part& part = load_.part;
-    if (part.num_rows == 0) return false;
-    if (load_.row == 0 && load_.load == 0) num_come_ = 0;
-    if (load_.row == num_come_) {
-      num_come_ += num_come(part, load_.row, waits);
-      if (load_.row == num_come_) return false;
-      find_origins(load_.row, num_come_);
-    }
-    const Origin origin = origin_of(load_);
-    if (arch::lane_idx() == 0) {
-      const uint8_t* slot = slot_of(part, load_.row);
-      const int meta_bytes = args_.placed.meta_bytes(), piece = origin.piece_of(load_.load);
-      const int num_bytes = piece < 0 ? 0 : pieces_.bytes_of(piece);
-      if (load_.load == 0) {
-        pipe_.load(slot, meta_bytes + num_bytes);
-      } else {
-        const uint8_t* row = origin.is_straight() ? final_row(args_.world.rank, origin.final_row())
-                                                  : slot + meta_bytes;
-        pipe_.load(row + piece * pieces_.piece_bytes, num_bytes);
+  DC_DEVICE bool load_next() {
+    while (true) {
+      if (!is_storing()) store_ = load_;  // the rows between them go nowhere
+      if (load_.part.num_rows == 0) return false;
+      if (load_.row == num_found_) {
+        if (!has_places()) return false;
+        const int num_rows = num_come();
+        if (num_rows == 0) return false;
+        find_targets(load_.row, load_.row + num_rows);
+        num_found_ += num_rows;
       }
+      if (has_targets(load_)) break;
+      skip_row(load_);
+      if (load_.row == 0) num_found_ = 0;
+    }
+    const int own_row = arch::shfl(kFullMask, target_, first_lane(load_) + num_local() - 1);
+    if (arch::lane_idx() == 0) {
+      const Part& part = load_.part;
+      const uint8_t* row =
+          own_row <= kStraight
+              ? row_at(args_.world.rank, kStraight - own_row)
+              : rows_.slot(part.node, part.first + load_.row) + args_.placed.meta_bytes();
+      pipe_.load(row + load_.piece * pieces_.piece_bytes, pieces_.bytes_of(load_.piece));
     }
     pipe_.advance_load();
-    advance(load_, origin);
+    advance(load_);
+    if (load_.row == 0 && load_.piece == 0) num_found_ = 0;
     return true;
   }
 
   DC_DEVICE void store_next() {
-    const int lane = arch::lane_idx(), num_local = args_.tiers.ranks_per_node();
-    const bool has_meta = store_.load == 0;
-    const uint8_t* stage = pipe_.current();
+    while (!has_targets(store_)) skip_row(store_);
+    const int idx = arch::lane_idx();
+    const int row = arch::shfl(kFullMask, target_, (first_lane(store_) + idx) % kWarpSize);
     pipe_.await_load();
-    const Origin origin = origin_of(store_);
-    const int piece = origin.piece_of(store_.load);
-    if (has_meta) look_up(stage, origin);
-    if (lane < num_local) {
-      const uint8_t* src = stage + (has_meta ? args_.placed.meta_bytes() : 0);
-      if (dst_ != nullptr && piece >= 0) {
-        arch::bulk_store(dst_ + piece * pieces_.piece_bytes, src, pieces_.bytes_of(piece));
+    if (idx < num_local()) {
+      if (row >= 0) {
+        arch::bulk_store(row_at(local_at(idx), row) + store_.piece * pieces_.piece_bytes,
+                         pipe_.current(), pieces_.bytes_of(store_.piece));
       }
       arch::bulk_commit();
     }
-    if (has_meta) forward_meta(stage);
     pipe_.advance_store();
-    if (lane < num_local) pipe_.make_room();
-    // All lanes have read the stage that the leader loads next.
-    if (has_meta) arch::fence_proxy_async_shared();
+    if (idx < num_local()) pipe_.make_room();
+    // All storing lanes have read the stage that the leader loads next.
     arch::sync_warp();
-    advance(store_, origin);
+    advance(store_);
   }
 
-  DC_DEVICE const int32_t* slots_in(const uint8_t* meta) const {
-    return reinterpret_cast<const int32_t*>(meta + args_.placed.slots_offset());
-  }
-  // The final row of one of the part's rows at a local rank, or -1. word: OrderedPlace.
-  DC_DEVICE int row_at(const Part& part, int local, int word) const {
-    const int place = OrderedPlace::place(word);
-    if (place < 0) return -1;
-    const int row =
-        entry_->starts(args_.tiers)[local * args_.tiers.num_nodes() + part.node] + place;
-    return row < entry_->outputs[local].num_rows ? row : -1;
-  }
-  DC_DEVICE uint8_t* final_row(int local, int row) const {
+  DC_DEVICE uint8_t* row_at(int local, int row) const {
     return entry_->outputs[local].x + static_cast<int64_t>(row) * args_.message.row_bytes;
   }
-  // Finds where this lane's destination gets the row that is stored next.
-  DC_DEVICE void look_up(const uint8_t* meta, const Origin& origin) {
-    dst_ = nullptr;
-    if (arch::lane_idx() >= args_.tiers.ranks_per_node()) return;
-    const int local = local_at(arch::lane_idx());
-    if (origin.is_straight() && local == args_.world.rank) return;
-    const int row = row_at(store_.part, local, slots_in(meta)[local]);
-    if (row >= 0) dst_ = final_row(local, row);
-  }
 
-  // Writes a row's metadata to the ranks that get it, and for combine, which ranks these are.
-  DC_DEVICE void forward_meta(const uint8_t* meta) {
-    const int lane = arch::lane_idx(), num_local = args_.tiers.ranks_per_node();
-    const int my_place = lane < num_local ? slots_in(meta)[lane] : -1;
-    const uint32_t rank_mask = arch::ballot(kFullMask, my_place >= 0);
-    for (int local = 0; local < num_local; ++local) {
-      const int row = row_at(store_.part, local, slots_in(meta)[local]);
-      if (row >= 0) store_meta(meta, local, row, rank_mask);
-    }
-    if (args_.send_rank_head != nullptr) {
-      write_rank_heads(args_, store_.part.node, store_.part.first + store_.row, my_place);
-    }
-  }
-  DC_DEVICE void store_meta(const uint8_t* meta, int local, int64_t row, uint32_t rank_mask) const {
-    const PlacedRailMessage& parts = args_.placed;
-    const TierOutput& output = entry_->outputs[local];
-    const int lane = arch::lane_idx(), num_topk = parts.num_topk;
-    for (int column = lane; column < args_.num_scales; column += kWarpSize) {
-      scatter_element(output.scales + (row * args_.num_scales + column) * args_.scale_bytes,
-                      meta + parts.scales_offset() + column * args_.scale_bytes, args_.scale_bytes);
-    }
-    const ExpertMap map{args_.num_experts, args_.tiers.num_ranks()};
-    const int rank = args_.tiers.rail.node * args_.tiers.ranks_per_node() + local;
-    const int first = map.first_expert(rank), count = map.num_local_experts(rank);
-    const int32_t* experts = reinterpret_cast<const int32_t*>(meta + parts.topk_idx_offset());
-    const float* weights = reinterpret_cast<const float*>(meta + parts.topk_weights_offset());
-    for (int k = lane; k < num_topk; k += kWarpSize) {
-      const int expert = experts[k] - first;
-      const bool is_here = expert >= 0 && expert < count;
-      store_expert(output.topk_idx, row * num_topk + k, args_.topk_idx_bytes,
-                   is_here ? expert : -1);
-      arch::st_weak(output.topk_weights + row * num_topk + k, is_here ? weights[k] : 0.0f);
-    }
-    if (lane == 0 && output.src_idx != nullptr) {
-      arch::st_weak(output.src_idx + row,
-                    *reinterpret_cast<const int32_t*>(meta + parts.src_idx_offset()));
-      arch::st_weak(output.src_meta + 2 * row, static_cast<int32_t>(store_.part.node));
-      arch::st_weak(output.src_meta + 2 * row + 1, static_cast<int32_t>(rank_mask));
-    }
-  }
+  static constexpr int kStraight = -2;  // kStraight - r: the row lies in its final row r already
 
-  const Context& context_;
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
+  RailRows rows_;
   TakeRailRows take_;
   WorkQueue<TakeRailRows> parts_;
   Pieces pieces_;
   StagePipe pipe_;
   Cursor load_;
-  Cursor store_;
-  int num_come_ = 0;        // rows of the part that is being loaded
-  Origin origin_;           // see keeper_of
-  uint8_t* dst_ = nullptr;  // this lane's destination of the row that is being stored
+  Cursor store_;       // not behind a row on its way
+  int num_found_ = 0;  // rows of the part that is loaded whose targets are known
+  int target_ = -1;    // see place_of; a final row, -1 for none
 };
 
 }  // namespace deep_comm

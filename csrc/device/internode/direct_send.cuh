@@ -2,15 +2,17 @@
 // this node, and once for each of its other nodes: into its slot, there or here, or straight to its
 // final row at the rank of this local index there. Straight where all rows between nodes are stored
 // and that rank is among the destinations. A lane serves a destination. Quantised: the warp casts a
-// stage to FP8 in place, so all destinations get the same bytes, and stores the scales itself.
+// row to FP8 once, so all destinations get the same bytes, and stores the scales itself.
 #pragma once
+
+#include <type_traits>
 
 #include "device/internode/direct_entry.cuh"
 #include "device/internode/scales.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/layout/expert_map.cuh"
+#include "device/move/cast_stages.cuh"
 #include "device/move/element.cuh"
-#include "device/move/quantise_stage.cuh"
 #include "device/move/stage_pipe.cuh"
 #include "device/sync/work_queue.cuh"
 
@@ -71,8 +73,104 @@ DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* met
   }
 }
 
-// One warp: sends the tokens it takes. Loads begin before the peers have arrived (begin), stores
-// after that (run).
+// The rows of a warp's tokens, piece by piece: loaded in bulk, ahead of the stores. Whole warps call
+// the methods.
+class LoadedRows {
+ public:
+  DC_DEVICE LoadedRows(const InternodeDispatchArgs& args, WorkQueue<TakeNext>& tokens)
+      : tokens_(tokens),
+        x_(args.x),
+        row_bytes_(args.message.row_bytes),
+        pieces_(Pieces::of(row_bytes_, args.send_stage)),
+        pipe_(make_tier_pipe(args, args.send_stage, 0, 0, arch::warp_idx())) {}
+
+  DC_DEVICE void begin() {
+    while (tokens_.at(load_index_) >= 0 && pipe_.can_load()) load_next();
+  }
+  // The next piece, in its stage.
+  DC_DEVICE const uint8_t* await(int, int, bool) {
+    pipe_.await_load();
+    return pipe_.current();
+  }
+  // It has been stored, by the storing lanes.
+  DC_DEVICE void advance(bool is_storing) {
+    pipe_.advance_store();
+    if (is_storing) pipe_.make_room();
+    // All storing lanes have read the stage that the leader loads next.
+    arch::sync_warp();
+    load_next();
+  }
+  DC_DEVICE uint32_t num_stores() const { return pipe_.num_stores(); }
+  DC_DEVICE void drain() { pipe_.drain(); }
+  // Instead of all but begin: frees the stages. A block barrier follows.
+  DC_DEVICE void give_up() {
+    while (pipe_.num_stores() != pipe_.num_loads()) {
+      if (arch::lane_idx() == 0) pipe_.await_load();
+      pipe_.advance_store();
+    }
+  }
+
+ private:
+  DC_DEVICE void load_next() {
+    const int token = tokens_.at(load_index_);
+    if (token < 0) return;
+    if (arch::lane_idx() == 0) {
+      pipe_.load(
+          x_ + static_cast<size_t>(token) * row_bytes_ + load_piece_ * pieces_.piece_bytes,
+          pieces_.bytes_of(load_piece_));
+    }
+    pipe_.advance_load();
+    if (++load_piece_ < pieces_.num_pieces) return;
+    load_piece_ = 0;
+    ++load_index_;
+  }
+
+  WorkQueue<TakeNext>& tokens_;
+  const uint8_t* x_;
+  int row_bytes_;
+  Pieces pieces_;
+  StagePipe pipe_;
+  uint32_t load_index_ = 0;  // among the tokens
+  int load_piece_ = 0;
+};
+
+// The same, cast to FP8.
+class CastRows {
+ public:
+  DC_DEVICE CastRows(const InternodeDispatchArgs& args, WorkQueue<TakeNext>& tokens)
+      : tokens_(tokens),
+        source_(args.source),
+        row_bytes_(args.message.row_bytes),
+        stages_(arch::dynamic_smem() + arch::warp_idx() * args.send_stage.warp_bytes(),
+                args.send_stage, Pieces::of(row_bytes_, args.send_stage), args.scale_format) {}
+
+  DC_DEVICE void begin() {
+    if (tokens_.at(0) >= 0) cast(tokens_.at(0), 0, false);
+  }
+  DC_DEVICE const uint8_t* await(int token, int piece, bool is_storing) {
+    if (stages_.num_stores() > 0) cast(token, piece, is_storing);
+    return stages_.current();
+  }
+  DC_DEVICE StageScales scales(int piece) const { return stages_.scales(piece); }
+  DC_DEVICE void advance(bool) { stages_.advance_store(); }
+  DC_DEVICE uint32_t num_stores() const { return stages_.num_stores(); }
+  DC_DEVICE void drain() { arch::bulk_wait<0>(); }
+  DC_DEVICE void give_up() {}
+
+ private:
+  DC_DEVICE void cast(int token, int piece, bool is_storing) {
+    const size_t element = static_cast<size_t>(token) * row_bytes_;
+    stages_.cast(source_ + element * sizeof(Bf16), piece, is_storing);
+  }
+
+  WorkQueue<TakeNext>& tokens_;
+  const uint8_t* source_;
+  int row_bytes_;
+  CastStages stages_;
+};
+
+// One warp: sends the tokens it takes. The first rows are read before the peers have arrived
+// (begin). Nothing is stored before that (run).
 template <bool kIsQuantised>
 class TokenSender {
  public:
@@ -81,16 +179,12 @@ class TokenSender {
         args_(args),
         entry_(entry),
         tokens_({&taken_work(node)->num_tokens, args.num_tokens}),
-        source_(kIsQuantised ? args.source : args.x),
-        source_row_bytes_(args.message.row_bytes * kShrink),
-        pieces_(Pieces::of(source_row_bytes_, args.send_stage)),
-        pipe_(make_tier_pipe(args, args.send_stage, 0, 0, arch::warp_idx())),
+        pieces_(Pieces::of(args.message.row_bytes, args.send_stage)),
+        rows_(args, tokens_),
         num_targets_(args.tiers.ranks_per_node() + args.tiers.num_nodes() - 1),
         is_storing_(arch::lane_idx() < num_targets_) {}
 
-  DC_DEVICE void begin() {
-    while (tokens_.at(load_index_) >= 0 && pipe_.can_load()) load_next();
-  }
+  DC_DEVICE void begin() { rows_.begin(); }
 
   DC_DEVICE void run() {
     const int lane = arch::lane_idx();
@@ -103,37 +197,25 @@ class TokenSender {
       const Place next_place = place_at(target, next);  // ahead: it costs a trip to memory
       uint8_t* dst = dst_of(target, place);
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
-        pipe_.await_load();
-        StageScales scales;
+        store_piece(token, piece, dst, rows_.await(token, piece, is_storing_));
         if constexpr (kIsQuantised) {
-          scales = quantise_stage(pipe_, pieces_, piece, args_.scale_format);
+          store_scales(token, rows_.scales(piece), target.scales_of(place.row));
         }
-        store_piece(token, piece, dst);
-        if constexpr (kIsQuantised) store_scales(token, scales, target.scales_of(place.row));
-        pipe_.advance_store();
-        if (is_storing_) pipe_.make_room();
-        // All storing lanes have read the stage that the leader loads next.
-        arch::sync_warp();
-        load_next();
+        rows_.advance(is_storing_);
       }
       write_metas(token, target.row_of(place.row));
-      if (static_cast<uint32_t>(lane) == index % kWarpSize) ends_ = pipe_.num_stores();
+      if (static_cast<uint32_t>(lane) == index % kWarpSize) ends_ = rows_.num_stores();
       report_landed(++index);
       token = next;
       place = next_place;
     }
-    pipe_.drain();
+    rows_.drain();
     arch::sync_warp();  // all lanes' stores have landed
     if (lane == 0) entry_->progress.finish(arch::warp_idx(), has_failed_ ? num_landed_ : index);
   }
 
-  // Instead of run: frees the stages. A block barrier follows.
-  DC_DEVICE void give_up() {
-    while (pipe_.num_stores() != pipe_.num_loads()) {
-      if (arch::lane_idx() == 0) pipe_.await_load();
-      pipe_.advance_store();
-    }
-  }
+  // Instead of run. A block barrier follows.
+  DC_DEVICE void give_up() { rows_.give_up(); }
 
  private:
   // One destination: its rows by place, and the column of send_slots that holds a token's place.
@@ -212,30 +294,15 @@ class TokenSender {
     return target.row_of(place.row);
   }
 
-  DC_DEVICE void load_next() {
-    const int token = tokens_.at(load_index_);
-    if (token < 0) return;
-    if (arch::lane_idx() == 0) {
-      pipe_.load(source_ + static_cast<size_t>(token) * source_row_bytes_ +
-                     load_piece_ * pieces_.piece_bytes,
-                 pieces_.bytes_of(load_piece_));
-    }
-    pipe_.advance_load();
-    if (++load_piece_ < pieces_.num_pieces) return;
-    load_piece_ = 0;
-    ++load_index_;
-  }
-
-  // Stores the current stage to all destinations: one bulk group per lane, even without a
+  // Stores a piece from its stage to all destinations: one bulk group per lane, even without a
   // destination.
-  DC_DEVICE void store_piece(int token, int piece, uint8_t* dst) const {
+  DC_DEVICE void store_piece(int token, int piece, uint8_t* dst, const uint8_t* stage) const {
     if (!is_storing_) return;
-    const int offset = piece * (pieces_.piece_bytes / kShrink);
-    const int num_bytes = pieces_.bytes_of(piece) / kShrink;
-    if (dst != nullptr) arch::bulk_store(dst + offset, pipe_.current(), num_bytes);
+    const int offset = piece * pieces_.piece_bytes, num_bytes = pieces_.bytes_of(piece);
+    if (dst != nullptr) arch::bulk_store(dst + offset, stage, num_bytes);
     for (int idx = arch::lane_idx() + kWarpSize; idx < num_targets_; idx += kWarpSize) {
       uint8_t* other = far_dst(idx, token);
-      if (other != nullptr) arch::bulk_store(other + offset, pipe_.current(), num_bytes);
+      if (other != nullptr) arch::bulk_store(other + offset, stage, num_bytes);
     }
     arch::bulk_commit();
   }
@@ -303,7 +370,7 @@ class TokenSender {
     uint32_t num_landed = num_landed_;
     while (num_landed < num_tokens &&
            arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + left.count <=
-               pipe_.num_stores()) {
+               rows_.num_stores()) {
       ++num_landed;
     }
     if (num_landed == num_landed_) return;
@@ -313,21 +380,14 @@ class TokenSender {
     if (arch::lane_idx() == 0) entry_->progress.report(arch::warp_idx(), num_landed);
   }
 
-  // Bytes loaded per byte stored.
-  static constexpr int kShrink = kIsQuantised ? static_cast<int>(sizeof(Bf16)) : 1;
-
   const Context& context_;
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
   WorkQueue<TakeNext> tokens_;
-  const uint8_t* source_;
-  int source_row_bytes_;
   Pieces pieces_;
-  StagePipe pipe_;
+  std::conditional_t<kIsQuantised, CastRows, LoadedRows> rows_;
   int num_targets_;
   bool is_storing_;
-  uint32_t load_index_ = 0;  // among the tokens
-  int load_piece_ = 0;
   uint32_t ends_ = 0;  // lane i: stores up to the end of the last token whose index is i modulo 32
   uint32_t num_landed_ = 0;
   bool has_failed_ = false;

@@ -11,7 +11,8 @@
 // gets itself. Its slot has the metadata alone.
 //
 // grid   any number of blocks, roles by warp: [0, S) send the tokens they take; the next F forward
-//        the chunks they take; then some write metadata of rows for the own node; one publishes
+//        the rows they take; then some write metadata, of rows for the own node and of forwarded
+//        ones; one publishes
 // smem   stages of senders, of forwarders, their mbarriers, DirectEntry
 // words  landed[n][chunk]      · owner: receiver · written by node n's publisher, after the rows,
 //                                stored or put on the queue of the chunk
@@ -29,52 +30,9 @@
 #pragma once
 
 #include "device/internode/direct_forward.cuh"
+#include "device/internode/direct_meta.cuh"
 
 namespace deep_comm {
-
-// One warp: writes the metadata of the rows for this node's own ranks; quantised: except scales.
-template <bool kIsQuantised>
-DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* entry, int token) {
-  const TwoTier& tiers = args.tiers;
-  const int lane = arch::lane_idx(), num_topk = args.message.num_topk, own = tiers.rail.node;
-  const int num_local = tiers.ranks_per_node(), num_nodes = tiers.num_nodes();
-  const int32_t* places = slots_of(args, token);
-  const int row_of_node = arch::ld_nc(places + own);
-  if (row_of_node < 0) return;
-  const int my_place =
-      lane < num_local ? arch::ld_nc(places + num_nodes + own * num_local + lane) : -1;
-  const uint32_t rank_mask = arch::ballot(kFullMask, my_place >= 0);
-  const ExpertMap map{args.num_experts, tiers.num_ranks()};
-  for (int local = 0; local < num_local; ++local) {
-    const int place = arch::shfl(kFullMask, my_place, local);
-    const TierOutput& output = entry->outputs[local];
-    const int64_t row = static_cast<int64_t>(entry->starts(tiers)[local * num_nodes + own]) + place;
-    if (place < 0 || row >= output.num_rows) continue;
-    if constexpr (!kIsQuantised) {
-      store_input_scales(args, output.scales + row * args.num_scales * args.scale_bytes, token);
-    }
-    const int rank = own * num_local + local;
-    const int first = map.first_expert(rank), count = map.num_local_experts(rank);
-    for (int k = lane; k < num_topk; k += kWarpSize) {
-      const int64_t position = static_cast<int64_t>(token) * num_topk + k;
-      const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
-      const bool is_here = expert >= 0 && expert < count;
-      store_expert(output.topk_idx, row * num_topk + k, args.topk_idx_bytes, is_here ? expert : -1);
-      arch::st_weak(output.topk_weights + row * num_topk + k,
-                    is_here && args.topk_weights != nullptr
-                        ? arch::ld_nc(args.topk_weights + position)
-                        : 0.0f);
-    }
-    if (lane == 0 && output.src_idx != nullptr) {
-      arch::st_weak(output.src_idx + row, static_cast<int32_t>(token));
-      arch::st_weak(output.src_meta + 2 * row, static_cast<int32_t>(own));
-      arch::st_weak(output.src_meta + 2 * row + 1, static_cast<int32_t>(rank_mask));
-    }
-  }
-  if (args.send_rank_head == nullptr) return;
-  const int position = args.order.position_of_lane(token, rank_mask, own * num_local);
-  write_rank_heads(args, own, row_of_node, OrderedPlace::pack(my_place, position));
-}
 
 // A warp of every block that does not send.
 template <bool kIsQuantised>
@@ -91,6 +49,8 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
     for (int token = first; token < args.num_tokens; token += step) {
       store_own_meta<kIsQuantised>(args, entry, token);
     }
+    MetaForwarder(contexts.rail, args, entry).run(first, step);
+    note_in_warp(contexts.node, TraceStep::kForwarded);
   } else if (meta == args.num_meta_warps) {
     const bool is_early = arch::fault(Fault::kEarlyRailDone);
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);

@@ -1,9 +1,8 @@
 // dispatch, direct mode, for bfloat16 rows that are sent as FP8. A warp reads a row, casts it, and
-// leaves the FP8 row and its scales in a stage. One bulk store per destination sends it from there.
-// An SM is faster with fewer bulk operations (docs/design/0048). So a row is loaded by ordinary
-// loads, and stored whole if it fits.
+// leaves the FP8 row and its scales in a stage. One bulk store per destination sends it from there,
+// whole if it fits.
 //
-// smem   num_move_warps x 2 stages of an FP8 row, or a piece of it, and its scales
+// smem   CastStages of num_move_warps warps
 // else   as TokenMover, dispatch_direct.cuh
 #pragma once
 
@@ -14,7 +13,7 @@
 #include "device/intranode/dispatch_output.cuh"
 #include "device/intranode/final_rows.cuh"
 #include "device/layout/message.cuh"
-#include "device/move/quantise_stage.cuh"
+#include "device/move/cast_stages.cuh"
 #include "device/sync/generation.cuh"
 #include "device/sync/work_queue.cuh"
 
@@ -34,7 +33,8 @@ class CastingMover {
         peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
         is_storing_(arch::lane_idx() < args.world.num_ranks),
         pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
-        stages_(arch::dynamic_smem() + arch::warp_idx() * args.direct_stage.warp_bytes()),
+        stages_(arch::dynamic_smem() + arch::warp_idx() * args.direct_stage.warp_bytes(),
+                args.direct_stage, pieces_, args.scale_format),
         rows_(args, is_storing_ ? peer_ : 0),
         report_(context, args, entry) {}
 
@@ -54,17 +54,18 @@ class CastingMover {
       const bool goes = row >= 0 && row < output.num_rows;
       uint8_t* dst = output.x + row * args_.message.row_bytes;
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
-        if (num_stores_ > 0) cast(token, piece);
+        if (stages_.num_stores() > 0) cast(token, piece);
         if (is_storing_) {
           if (goes) {
-            arch::bulk_store(dst + piece * pieces_.piece_bytes, stage(), pieces_.bytes_of(piece));
+            arch::bulk_store(dst + piece * pieces_.piece_bytes, stages_.current(),
+                             pieces_.bytes_of(piece));
           }
           arch::bulk_commit();
         }
         write_scales(outputs, piece, goes ? row : -1);
-        ++num_stores_;
+        stages_.advance_store();
       }
-      report_.template stored<kStoresInFlight>(tokens_, index, num_stores_);
+      report_.template stored<kStoresInFlight>(tokens_, index, stages_.num_stores());
     }
     arch::bulk_wait<0>();
     report_.finish();
@@ -79,31 +80,14 @@ class CastingMover {
     const int token = tokens_.at(index);
     rows_.look_up(is_storing_ && token >= 0 ? token : args_.num_tokens);
   }
-  DC_DEVICE uint8_t* stage() const {
-    return stages_ + (num_stores_ % kStages) * args_.direct_stage.stage_bytes;
-  }
-  DC_DEVICE uint8_t* staged_scales() const { return stage() + pieces_.piece_bytes; }
-
-  // Casts a piece into the next stage.
   DC_DEVICE void cast(int token, int piece) {
-    // The store before the last one has read it.
-    if (is_storing_) arch::bulk_wait_read<kStages - 1>();
-    arch::sync_warp();
-    const int first = piece * pieces_.piece_bytes;
-    const size_t element = static_cast<size_t>(token) * args_.message.row_bytes + first;
-    quantise_into(stage(), {staged_scales(), args_.scale_format},
-                  args_.source + element * sizeof(Bf16), pieces_.bytes_of(piece));
-    // The FP8 bytes before the bulk copies that read them.
-    arch::fence_proxy_async_shared();
-    arch::sync_warp();
+    const size_t element = static_cast<size_t>(token) * args_.message.row_bytes;
+    stages_.cast(args_.source + element * sizeof(Bf16), piece, is_storing_);
   }
 
   // All lanes, each with the row at its own peer, or -1.
   DC_DEVICE void write_scales(const PeerOutput* outputs, int piece, int64_t my_row) {
-    const ScaleFormat& format = args_.scale_format;
-    const StageScales scales{reinterpret_cast<const uint32_t*>(staged_scales()),
-                             format.num_words(pieces_.piece_bytes / kScaleBlock) * piece,
-                             format.num_words(pieces_.bytes_of(piece) / kScaleBlock)};
+    const StageScales scales = stages_.scales(piece);
     for (int lane = 0; lane < args_.world.num_ranks; ++lane) {
       const int64_t row = arch::shfl(kFullMask, my_row, lane);
       const int peer = arch::shfl(kFullMask, peer_, lane);
@@ -112,7 +96,6 @@ class CastingMover {
     }
   }
 
-  static constexpr int kStages = StageLayout::kCastStages;
   static constexpr uint32_t kStoresInFlight = 1;  // when older ones are reported
   using Rows = std::conditional_t<Form::kExpanded, FirstRows, FinalRows>;
 
@@ -121,8 +104,7 @@ class CastingMover {
   int peer_;
   bool is_storing_;
   Pieces pieces_;
-  uint8_t* stages_;
-  uint32_t num_stores_ = 0;  // counts the pieces, also those that this lane does not store
+  CastStages stages_;
   Rows rows_;
   typename Moved<Form>::Report report_;
 };

@@ -81,36 +81,20 @@ struct StageLayout {
     stage.num_stages = min_of(max_stages, warp_bytes_limit / (stage.stage_bytes + barrier_bytes));
     return stage;
   }
-  // For rows that are quantised in their stage: pieces of whole words of four block scales, which
-  // follow them. Empty (no stages) if there is no room.
-  DC_HOST_DEVICE static StageLayout make_quantised(int source_row_bytes, int warp_bytes_limit,
-                                                   int min_stages, int max_stages) {
-    const int barrier_bytes = static_cast<int>(sizeof(uint64_t));
-    StageLayout stage = of_units(source_row_bytes, 4 * 128 * 2,
-                                 (warp_bytes_limit / min_stages - barrier_bytes) / 128 * 128);
-    if (stage.stage_bytes == 0) return stage;
-    stage.num_stages = min_of(max_stages, warp_bytes_limit / (stage.stage_bytes + barrier_bytes));
-    return stage;
-  }
-  // The same for rows that are cast to FP8 into their stage.
+  // For rows that are cast to FP8 into their stage: pieces of whole words of four block scales,
+  // which follow them. Empty (no stages) if there is no room.
   static constexpr int kCastStages = 2;
   DC_HOST_DEVICE static StageLayout make_cast(int row_bytes, int warp_bytes_limit) {
-    StageLayout stage = of_units(row_bytes, 4 * 128, warp_bytes_limit / kCastStages / 128 * 128);
-    if (stage.stage_bytes > 0) stage.num_stages = kCastStages;
-    return stage;
-  }
-
- private:
-  // Pieces of whole units: of columns with four scales.
-  DC_HOST_DEVICE static StageLayout of_units(int row_bytes, int unit_bytes, int stage_limit) {
-    constexpr int kUnitScaleBytes = 4 * 4;
-    const int num_units = ceil_div(row_bytes, unit_bytes);
-    const int most_units = stage_limit / (unit_bytes + kUnitScaleBytes);
+    constexpr int kUnitBytes = 4 * 128, kUnitScaleBytes = 4 * 4;
+    const int num_units = ceil_div(row_bytes, kUnitBytes);
+    const int stage_limit = warp_bytes_limit / kCastStages / 128 * 128;
+    const int most_units = stage_limit / (kUnitBytes + kUnitScaleBytes);
     StageLayout stage{};
     if (most_units < 1) return stage;
     const int stage_units = ceil_div(num_units, ceil_div(num_units, most_units));
-    stage.piece_bytes = min_of(stage_units * unit_bytes, row_bytes);
+    stage.piece_bytes = min_of(stage_units * kUnitBytes, row_bytes);
     stage.stage_bytes = align_up(stage.piece_bytes + stage_units * kUnitScaleBytes, 128);
+    stage.num_stages = kCastStages;
     return stage;
   }
 };

@@ -81,12 +81,6 @@ struct Piece<PayloadFormat::kFp8> {
     vec = arch::ld_nc(src);
     rest = arch::ld_nc(src + 1);
   }
-  // From shared memory.
-  DC_DEVICE void load_stage(const uint8_t* stage, int piece) {
-    const Vec16* src = reinterpret_cast<const Vec16*>(stage) + 2 * piece;
-    vec = src[0];
-    rest = src[1];
-  }
   // The largest magnitudes of this lane's elements, as two bfloat16; the larger one counts. NaNs
   // are ignored.
   DC_DEVICE uint32_t largest() const {
@@ -214,36 +208,6 @@ struct ScaleRow {
     if (format.use_ue8m0 && byte < align_up(num_blocks, 4)) store(byte, uint8_t{0});
   }
 };
-
-// One warp: casts bfloat16 in shared memory to FP8 in place. num_elements: a multiple of
-// kScaleBlock. A step overwrites only what it or an earlier step has read.
-DC_DEVICE void quantise_in_place(uint8_t* stage, int num_elements, const ScaleRow<true>& scales) {
-  using PieceType = Piece<PayloadFormat::kFp8>;
-  constexpr int kTogether = 2;  // pieces per lane and step
-  const int num_pieces = num_elements / PieceType::kElements;
-  for (int first = 0; first < num_pieces; first += kTogether * kWarpSize) {
-    const int base = first + arch::lane_idx();
-    PieceType loaded[kTogether]{};
-    DC_UNROLL
-    for (int idx = 0; idx < kTogether; ++idx) {
-      const int piece = base + idx * kWarpSize;
-      if (piece < num_pieces) loaded[idx].load_stage(stage, piece);
-    }
-    PieceType::quantise_all<kTogether>(loaded, scales.format.round_scale);
-    // All lanes have read.
-    arch::sync_warp();
-    DC_UNROLL
-    for (int idx = 0; idx < kTogether; ++idx) {
-      const int piece = base + idx * kWarpSize;
-      if (piece >= num_pieces) continue;
-      reinterpret_cast<Vec16*>(stage)[piece] = loaded[idx].vec;
-      if (piece % PieceType::kLanesPerScale == 0) {
-        scales.set(piece / PieceType::kLanesPerScale, loaded[idx].scale);
-      }
-    }
-  }
-  scales.pad(num_elements / kScaleBlock);
-}
 
 // One warp: casts a bfloat16 row in global memory to FP8 in shared memory. num_elements: a multiple
 // of kScaleBlock.
