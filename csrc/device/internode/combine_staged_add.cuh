@@ -9,15 +9,15 @@
 
 namespace deep_comm {
 
-// Lane 0 of a forwarding warp takes rows that this rank adds for other nodes: one rail chunk after
-// the other, the nodes in rotation.
-class TakeForward {
+// Rows that this rank adds for other nodes, for an AskedQueue of forwarding warps: one rail chunk
+// after the other, the nodes in rotation.
+class ForwardedRows {
  public:
+  static constexpr int kEnd = -1, kNone = -2;
   static constexpr int kNodeShift = 25;
 
-  DC_DEVICE TakeForward(const Context& node, const InternodeCombineArgs& args,
-                        const StagedTables& tables)
-      : counter_(&taken_work(node)->num_chunks[args.world.rank]), args_(&args), tables_(&tables) {
+  DC_DEVICE ForwardedRows(const InternodeCombineArgs& args, const StagedTables& tables)
+      : args_(&args), tables_(&tables) {
     int num_rounds = 0;
     for (int node = 0; node < args.tiers.num_nodes(); ++node) {
       if (node == args.tiers.rail.node) continue;
@@ -28,20 +28,17 @@ class TakeForward {
     num_items_ = static_cast<uint32_t>(num_rounds) * (args.tiers.num_nodes() - 1) * most_rows_;
   }
 
-  // Returns node << kNodeShift | row among those for the node, or -1.
-  DC_DEVICE int operator()() const {
+  // Returns node << kNodeShift | row among those for the node.
+  DC_DEVICE int at(uint32_t number) const {
+    if (number >= num_items_) return kEnd;
     const int num_nodes = args_->tiers.num_nodes();
-    while (true) {
-      const uint32_t item = arch::atomic_add_relaxed_gpu(counter_, 1u);
-      if (item >= num_items_) return -1;
-      const int chunk_idx = static_cast<int>(item) / most_rows_;
-      const int row_of_chunk = static_cast<int>(item) % most_rows_;
-      const int node = (args_->tiers.rail.node + 1 + chunk_idx % (num_nodes - 1)) % num_nodes;
-      const RailChunks chunks = chunks_of(node);
-      const int row = chunk_idx / (num_nodes - 1) * chunks.chunk_rows + row_of_chunk;
-      if (row_of_chunk < chunks.chunk_rows && row < chunks.num_rows)
-        return node << kNodeShift | row;
-    }
+    const int chunk_idx = static_cast<int>(number) / most_rows_;
+    const int row_of_chunk = static_cast<int>(number) % most_rows_;
+    const int node = (args_->tiers.rail.node + 1 + chunk_idx % (num_nodes - 1)) % num_nodes;
+    const RailChunks chunks = chunks_of(node);
+    const int row = chunk_idx / (num_nodes - 1) * chunks.chunk_rows + row_of_chunk;
+    const bool is_row = row_of_chunk < chunks.chunk_rows && row < chunks.num_rows;
+    return is_row ? node << kNodeShift | row : kNone;
   }
 
  private:
@@ -50,7 +47,6 @@ class TakeForward {
                           args_->num_rail_send_tokens);
   }
 
-  uint32_t* counter_;
   const InternodeCombineArgs* args_;
   const StagedTables* tables_;
   int most_rows_ = 1;
@@ -69,7 +65,8 @@ class SumForwarder {
         mover_(args.num_senders + adder),
         rows_(entry->rows(adder)),
         local_(contexts.node, args, entry->tables),
-        items_(TakeForward(contexts.node, args, entry->tables)) {
+        items_(ForwardedRows(args, entry->tables),
+               &taken_work(contexts.node)->num_chunks[args.world.rank]) {
     const RailTier& tier = args.tiers.rail;
     const int lane = arch::lane_idx();  // handles this node
     if (lane >= tier.num_nodes() || lane == tier.node) return;
@@ -85,8 +82,8 @@ class SumForwarder {
     for (;; ++num_done) {
       const int item = items_.at(num_done);
       if (item < 0) break;
-      const int node = item >> TakeForward::kNodeShift;
-      const int row = item & ((1 << TakeForward::kNodeShift) - 1);
+      const int node = item >> ForwardedRows::kNodeShift;
+      const int row = item & ((1 << ForwardedRows::kNodeShift) - 1);
       const int place = place_;
       look_up(num_done + 1);  // while this row is added
       bool ok = true;
@@ -110,8 +107,8 @@ class SumForwarder {
     const int item = items_.at(index);
     place_ = -1;
     if (item < 0) return;
-    const int node = item >> TakeForward::kNodeShift;
-    const int row = item & ((1 << TakeForward::kNodeShift) - 1);
+    const int node = item >> ForwardedRows::kNodeShift;
+    const int row = item & ((1 << ForwardedRows::kNodeShift) - 1);
     place_ = local_.look_up(node, channel_of_row(args_, node, row),
                             entry_->tables.forwarded[node] + row);
   }
@@ -144,7 +141,7 @@ class SumForwarder {
   int mover_;
   const uint8_t** rows_;
   LocalRows local_;
-  WorkQueue<TakeForward> items_;
+  AskedQueue<ForwardedRows> items_;
   uint8_t* target_ = nullptr;  // lane n: the first row for node n
   int place_ = -1;
 };
@@ -160,7 +157,7 @@ class TokenAdder {
         tables_(entry->tables),
         rows_(entry->rows(adder)),
         local_(contexts.node, args, entry->tables),
-        tokens_(TakeNext{&taken_work(contexts.node)->num_tokens, args.num_tokens}),
+        tokens_({static_cast<uint32_t>(args.num_tokens)}, &taken_work(contexts.node)->num_tokens),
         per_channel_(max_of(1, ceil_div(args.num_tokens, args.rail_rings.num_channels))) {
     const int lane = arch::lane_idx(), own = args.tiers.rail.node;
     is_node_ = lane < args.tiers.num_nodes();
@@ -255,7 +252,7 @@ class TokenAdder {
   const StagedTables& tables_;
   const uint8_t** rows_;
   LocalRows local_;
-  WorkQueue<TakeNext> tokens_;
+  AskedQueue<Numbered> tokens_;
   int per_channel_;
   bool is_node_;
   const uint8_t* base_ = nullptr;  // lane n: of node n's sums

@@ -12,7 +12,7 @@ namespace deep_comm {
 class RailRows {
  public:
   DC_DEVICE RailRows(const Context& rail, const InternodeDispatchArgs& args,
-                     const DirectEntry* entry)
+                     DirectEntry* entry)
       : context_(rail), args_(args), entry_(entry) {}
 
   // A few consecutive rows of one node.
@@ -71,32 +71,27 @@ class RailRows {
 
   const Context& context_;
   const InternodeDispatchArgs& args_;
-  const DirectEntry* entry_;
+  DirectEntry* entry_;
 };
 
-// Lane 0 of a forwarding warp takes parts.
-class TakeRailRows {
+// Parts for an AskedQueue of forwarding warps.
+class RailParts {
  public:
+  static constexpr int kEnd = -1, kNone = -2;
   // Two. A chunk that was put arrives at once, and the last chunk ends the kernel, so many warps
-  // should share it. With one row per part each row would cost a trip to the counter.
+  // should share it. With one row per part each row would cost an answer of the counter.
   static constexpr int kPartRows = 2;
 
-  DC_DEVICE TakeRailRows(const Context& rail, const RailRows& rows)
-      : rows_(&rows),
-        counter_(&taken_work(rail)->num_chunks[0]),
-        num_parts_(rows.num_parts(kPartRows)) {}
-  DC_DEVICE int operator()() const {
-    while (true) {
-      const uint32_t number = arch::atomic_add_relaxed_gpu(counter_, 1u);
-      if (number >= static_cast<uint32_t>(num_parts_)) return -1;
-      if (part(static_cast<int>(number)).num_rows > 0) return static_cast<int>(number);
-    }
+  DC_DEVICE explicit RailParts(const RailRows& rows)
+      : rows_(rows), num_parts_(rows.num_parts(kPartRows)) {}
+  DC_DEVICE int at(uint32_t number) const {
+    if (number >= static_cast<uint32_t>(num_parts_)) return kEnd;
+    return part(static_cast<int>(number)).num_rows > 0 ? static_cast<int>(number) : kNone;
   }
-  DC_DEVICE RailRows::Part part(int number) const { return rows_->part(number, kPartRows); }
+  DC_DEVICE RailRows::Part part(int number) const { return rows_.part(number, kPartRows); }
 
  private:
-  const RailRows* rows_;
-  uint32_t* counter_;
+  RailRows rows_;
   int num_parts_;
 };
 
@@ -108,14 +103,15 @@ class RowForwarder {
       : args_(args),
         entry_(entry),
         rows_(rail, args, entry),
-        take_(rail, rows_),
-        parts_(take_),
+        parts_(rows_),
+        taken_(parts_, &taken_work(rail)->num_chunks[0]),
         pieces_(Pieces::of(args.message.row_bytes, args.forward_stage)),
         pipe_(make_tier_pipe(args, args.forward_stage, args.forward_stages_offset,
                              args.num_send_warps * args.send_stage.num_stages, warp)) {}
 
-  // Every row is waited for, also one that nobody else gets: the kernel ends when all have arrived.
   DC_DEVICE void run() {
+    // All rows are straight, and nobody else gets them. MetaForwarder waits for them.
+    if (entry_->is_near && num_local() == 1) return;
     load_.part = part_at(0);
     while (true) {
       // Loads only what has arrived, unless there is nothing else to do.
@@ -139,8 +135,8 @@ class RowForwarder {
   DC_DEVICE bool is_storing() const { return pipe_.num_loads() != pipe_.num_stores(); }
   // The index-th part of this warp; without rows after the last.
   DC_DEVICE Part part_at(uint32_t index) {
-    const int number = parts_.at(index);
-    return number < 0 ? Part{0, 0, 0} : take_.part(number);
+    const int number = taken_.at(index);
+    return number < 0 ? Part{0, 0, 0} : parts_.part(number);
   }
   DC_DEVICE void advance(Cursor& cursor) {
     if (++cursor.piece == pieces_.num_pieces) skip_row(cursor);
@@ -161,15 +157,15 @@ class RowForwarder {
   // place * M + i that of destination i.
   DC_DEVICE int num_places() const { return kWarpSize / num_local(); }
   DC_DEVICE int place_of(uint32_t part_index, int row) const {
-    return static_cast<int>((part_index * TakeRailRows::kPartRows + row) % num_places());
+    return static_cast<int>((part_index * RailParts::kPartRows + row) % num_places());
   }
   DC_DEVICE int first_lane(const Cursor& cursor) const {
     return place_of(cursor.index, cursor.row) * num_local();
   }
   // Whether the rows of the part that is loaded find places that no row on its way has.
   DC_DEVICE bool has_places() const {
-    static_assert(2 * TakeRailRows::kPartRows * kMaxRanks <= kWarpSize);
-    return (load_.index + 1 - store_.index) * TakeRailRows::kPartRows <=
+    static_assert(2 * RailParts::kPartRows * kMaxRanks <= kWarpSize);
+    return (load_.index + 1 - store_.index) * RailParts::kPartRows <=
            static_cast<uint32_t>(num_places());
   }
   // Finds where rows [begin, end) of that part belong. They have arrived. A row that this rank gets
@@ -266,8 +262,8 @@ class RowForwarder {
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
   RailRows rows_;
-  TakeRailRows take_;
-  WorkQueue<TakeRailRows> parts_;
+  RailParts parts_;
+  AskedQueue<RailParts> taken_;
   Pieces pieces_;
   StagePipe pipe_;
   Cursor load_;

@@ -76,18 +76,20 @@ DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* en
 }
 
 // One warp: writes the metadata of rows that have arrived over the rail to their final rows, and for
-// combine, which ranks these are. A few rows at a time share the trips to memory.
+// combine, which ranks these are. A few rows at a time share the trips to memory. Every row is waited
+// for, also one without metadata: the kernel ends when all have arrived.
 class MetaForwarder {
  public:
   DC_DEVICE MetaForwarder(const Context& rail, const InternodeDispatchArgs& args,
-                          const DirectEntry* entry)
+                          DirectEntry* entry)
       : args_(args), entry_(entry), rows_(rail, args, entry) {}
 
   // Every step-th part, from `first` on.
   DC_DEVICE void run(int first, int step) {
-    const int num_parts = rows_.num_parts(kPartRows);
+    const int part_rows = min_of(kMaxPartRows, kWarpSize / args_.tiers.ranks_per_node());
+    const int num_parts = rows_.num_parts(part_rows);
     for (int number = first; number < num_parts; number += step) {
-      part_ = rows_.part(number, kPartRows);
+      part_ = rows_.part(number, part_rows);
       if (part_.num_rows <= 0) continue;
       const int lane = arch::lane_idx();
       const bool ok =
@@ -101,8 +103,8 @@ class MetaForwarder {
   }
 
  private:
-  static constexpr int kPartRows = 4;
-  static_assert(kPartRows * kMaxRanks <= kWarpSize);
+  // More would come late to the last rows.
+  static constexpr int kMaxPartRows = 8;
 
   DC_DEVICE const uint8_t* slot(int row) const { return rows_.slot(part_.node, part_.first + row); }
   // All lanes: the final row of a row at a local rank, or -1.
@@ -160,26 +162,31 @@ class MetaForwarder {
     }
   }
 
-  // A column per lane.
+  // A scale per lane, several under way.
   DC_DEVICE void forward_scales() const {
-    const int num_scales = args_.num_scales, scale_bytes = args_.scale_bytes;
-    for (int base = 0; base < num_scales; base += kWarpSize) {
-      const int column = base + arch::lane_idx();
-      uint64_t scales[kPartRows];
+    constexpr int kTogether = 4;
+    const int num_columns = args_.num_scales, num_bytes = args_.scale_bytes;
+    const int num_scales = part_.num_rows * num_columns;
+    for (int base = arch::lane_idx(); base - arch::lane_idx() < num_scales;
+         base += kTogether * kWarpSize) {
+      uint64_t scales[kTogether];
       DC_UNROLL
-      for (int row = 0; row < kPartRows; ++row) {
-        if (row >= part_.num_rows || column >= num_scales) continue;
-        load_element(&scales[row],
-                     slot(row) + args_.placed.scales_offset() + column * scale_bytes, scale_bytes);
+      for (int idx = 0; idx < kTogether; ++idx) {
+        const int scale = base + idx * kWarpSize, row = scale / num_columns;
+        if (scale >= num_scales) continue;
+        load_element(&scales[idx],
+                     slot(row) + args_.placed.scales_offset() + scale % num_columns * num_bytes,
+                     num_bytes);
       }
       DC_UNROLL
-      for (int row = 0; row < kPartRows; ++row) {
+      for (int idx = 0; idx < kTogether; ++idx) {
+        const int scale = base + idx * kWarpSize, row = scale / num_columns;
         for (int local = 0; local < args_.tiers.ranks_per_node(); ++local) {
           const int64_t target = target_of(row, local);
-          if (row >= part_.num_rows || column >= num_scales || target < 0) continue;
-          scatter_element(
-              entry_->outputs[local].scales + (target * num_scales + column) * scale_bytes,
-              reinterpret_cast<const uint8_t*>(&scales[row]), scale_bytes);
+          if (scale >= num_scales || target < 0) continue;
+          scatter_element(entry_->outputs[local].scales +
+                              (target * num_columns + scale % num_columns) * num_bytes,
+                          reinterpret_cast<const uint8_t*>(&scales[idx]), num_bytes);
         }
       }
     }
@@ -191,7 +198,7 @@ class MetaForwarder {
   }
 
   const InternodeDispatchArgs& args_;
-  const DirectEntry* entry_;
+  DirectEntry* entry_;
   RailRows rows_;
   RailRows::Part part_{0, 0, 0};
   int target_ = -1;  // of this lane's row and rank

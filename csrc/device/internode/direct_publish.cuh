@@ -1,5 +1,6 @@
-// dispatch, direct mode: the warp that tells other nodes, by chunks of rows, what has landed. Where
-// stores do not reach a node, it puts a chunk when all of the chunk's rows are in their slots.
+// dispatch, direct mode: the warp that writes the metadata of rows for other nodes into their slots,
+// and tells these nodes, by chunks of rows, what has landed. Where stores do not reach a node, it
+// puts a chunk when all of the chunk's rows are in their slots.
 #pragma once
 
 #include "device/internode/direct_send.cuh"
@@ -11,6 +12,8 @@ DC_DEVICE RailChunks rail_chunks(const InternodeDispatchArgs& args, bool is_near
   return RailChunks::of(num_rows, is_near ? 1 : args.num_rail_send_tokens);
 }
 
+// Quantised: the scales are in the slots already.
+template <bool kIsQuantised>
 class RowPublisher {
  public:
   DC_DEVICE RowPublisher(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry)
@@ -31,13 +34,7 @@ class RowPublisher {
       if (arch::any(kFullMask, num_landed != num_published)) {
         // Hands each lane's acquire to all lanes: each publishes tokens of every sender.
         arch::sync_warp();
-        // With the stores after it, a release; also with the counts of rows: see publish_chunks.
-        // pairs with: RowForwarder — the rows and their metadata. Also before the NIC reads them.
-        if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
-        for (int other = 0; other < args_.num_send_warps; ++other) {
-          publish(other, arch::shfl(kFullMask, num_published, other),
-                  arch::shfl(kFullMask, num_landed, other));
-        }
+        publish_landed(num_published, num_landed);
         num_published = num_landed;
         // pairs with: TokenSender::post — the tokens have been read
         if (lane == sender) arch::st_release_cta(&entry_->landed.num_published[sender], num_landed);
@@ -57,27 +54,101 @@ class RowPublisher {
     bool is_counted;  // together with rows that other blocks have counted
   };
 
-  // The sender's tokens [begin, end) by its own count; a (token, node) per lane.
-  DC_DEVICE void publish(int sender, uint32_t begin, uint32_t end) {
-    const int num_others = args_.tiers.num_nodes() - 1;
-    const int num_pairs = static_cast<int>(end - begin) * num_others;
-    for (int base = 0; base < num_pairs; base += kWarpSize) {
-      const int pair = base + arch::lane_idx();
-      LandedRow row{0, 0, false, false};
-      if (pair < num_pairs) {
-        const uint32_t index = begin + pair / num_others;
-        row = count_row(entry_->landed.tokens[sender][index % LandedTokens::kDepth],
-                        pair % num_others);
+  // A token that goes to another node, perhaps.
+  struct Pair {
+    int token;  // -1: none
+    int node;
+  };
+
+  // Lane i: sender i's tokens [begin, end) by its own count.
+  DC_DEVICE void publish_landed(uint32_t begin, uint32_t end) {
+    for (int first = 0;; first += kWarpSize) {
+      int token = -1, index = first + arch::lane_idx();
+      for (int sender = 0; sender < args_.num_send_warps; ++sender) {
+        const uint32_t begins = arch::shfl(kFullMask, begin, sender);
+        const int count = static_cast<int>(arch::shfl(kFullMask, end, sender) - begins);
+        if (index >= 0 && index < count)
+          token = entry_->landed.tokens[sender][(begins + index) % LandedTokens::kDepth];
+        index -= count;
       }
-      publish_chunks(row);
+      const int num_tokens = arch::popc(arch::ballot(kFullMask, token >= 0));
+      if (num_tokens == 0) return;
+      publish(token, num_tokens);
+    }
+  }
+  // A token per lane.
+  DC_DEVICE void publish(int token, int num_tokens) {
+    const int num_others = args_.tiers.num_nodes() - 1, num_pairs = num_tokens * num_others;
+    const auto pair_at = [&](int base) {
+      const int pair = base + arch::lane_idx();
+      const int of_pair = arch::shfl(kFullMask, token, pair / num_others % kWarpSize);
+      const int node = (args_.tiers.rail.node + 1 + pair % num_others) % args_.tiers.num_nodes();
+      return Pair{pair < num_pairs ? of_pair : -1, node};
+    };
+    for (int base = 0; base < num_pairs; base += kWarpSize) write_metas(pair_at(base));
+    arch::sync_warp();  // hands each lane's metadata to the lane that publishes its row
+    // With the stores after it, a release; also with the counts of rows: see publish_chunks.
+    // pairs with: RailRows::has_come — the rows and their metadata. Also before the NIC reads them.
+    if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+    for (int base = 0; base < num_pairs; base += kWarpSize) publish_chunks(count_row(pair_at(base)));
+  }
+
+  // A row per lane; then its elements are spread over all lanes.
+  DC_DEVICE void write_metas(const Pair& pair) const {
+    const PlacedRailMessage& parts = args_.placed;
+    const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
+    const int32_t* places = pair.token < 0 ? nullptr : slots_of(args_, pair.token);
+    const int row = places == nullptr ? -1 : arch::ld_nc(places + pair.node);
+    uint8_t* slot = row < 0 ? nullptr : slot_for(args_, entry_->is_near, pair.node, row);
+    if (slot != nullptr) {
+      places += num_nodes + pair.node * num_local;
+      uint32_t present = 0;
+      for (int local = 0; local < num_local; ++local)
+        present |= static_cast<uint32_t>(arch::ld_nc(places + local) >= 0) << local;
+      const uint32_t positions =
+          args_.order.positions(pair.token, present, pair.node * num_local);
+      int32_t* words = reinterpret_cast<int32_t*>(slot + parts.slots_offset());
+      for (int local = 0; local < num_local; ++local) {
+        arch::st_weak(words + local, OrderedPlace::pack(arch::ld_nc(places + local),
+                                                        positions >> (4 * local) & 15u));
+      }
+      arch::st_weak(reinterpret_cast<int32_t*>(slot + parts.src_idx_offset()),
+                    static_cast<int32_t>(pair.token));
+    }
+    for_each_element(pair, slot, parts.num_topk, [&](uint8_t* meta, int64_t token, int k) {
+      const int64_t position = token * parts.num_topk + k;
+      arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset()) + k,
+                    load_expert(args_.topk_idx, position, args_.topk_idx_bytes));
+      arch::st_weak(
+          reinterpret_cast<float*>(meta + parts.topk_weights_offset()) + k,
+          args_.topk_weights != nullptr ? arch::ld_nc(args_.topk_weights + position) : 0.0f);
+    });
+    if constexpr (kIsQuantised) return;
+    for_each_element(pair, slot, args_.num_scales, [&](uint8_t* meta, int64_t token, int column) {
+      const int64_t position =
+          token * args_.scale_token_stride + column * args_.scale_column_stride;
+      copy_element(meta + parts.scales_offset() + column * args_.scale_bytes,
+                   args_.x_scales + position * args_.scale_bytes, args_.scale_bytes);
+    });
+  }
+  // Calls visit(slot, token, i) for the elements i of all lanes' rows, one per lane.
+  template <class Visit>
+  DC_DEVICE void for_each_element(const Pair& pair, uint8_t* slot, int num_elements,
+                                  Visit visit) const {
+    const int num_pairs = arch::popc(arch::ballot(kFullMask, pair.token >= 0));
+    for (int base = 0; base < num_pairs * num_elements; base += kWarpSize) {
+      const int idx = base + arch::lane_idx(), lane = idx / num_elements;
+      const int token = arch::shfl(kFullMask, pair.token, lane % kWarpSize);
+      uint8_t* meta = reinterpret_cast<uint8_t*>(
+          arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), lane % kWarpSize));
+      if (lane < num_pairs && meta != nullptr) visit(meta, token, idx % num_elements);
     }
   }
 
-  DC_DEVICE LandedRow count_row(int token, int other) {
+  DC_DEVICE LandedRow count_row(const Pair& pair) {
     const TwoTier& tiers = args_.tiers;
-    const int num_channels = args_.rail_rings.num_channels;
-    const int node = (tiers.rail.node + 1 + other) % tiers.num_nodes();
-    const int place = arch::ld_nc(slots_of(args_, token) + node);
+    const int num_channels = args_.rail_rings.num_channels, node = pair.node;
+    const int place = pair.token < 0 ? -1 : arch::ld_nc(slots_of(args_, pair.token) + node);
     if (place < 0) return {node, 0, false, false};
     const RailChunks chunks = rail_chunks(
         args_, is_near_, arch::ld_nc(args_.node_channel_prefix + (node + 1) * num_channels - 1));

@@ -2,7 +2,8 @@
 // this node, and once for each of its other nodes: into its slot, there or here, or straight to its
 // final row at the rank of this local index there. Straight where all rows between nodes are stored
 // and that rank is among the destinations. A lane serves a destination. Quantised: the warp casts a
-// row to FP8 once, so all destinations get the same bytes, and stores the scales itself.
+// row to FP8 once, so all destinations get the same bytes, and stores the scales itself. All other
+// metadata is written by other warps: direct_meta.cuh, direct_publish.cuh.
 #pragma once
 
 #include <type_traits>
@@ -44,48 +45,20 @@ DC_DEVICE uint8_t* slot_for(const InternodeDispatchArgs& args, bool is_near, int
              : args.world.bases[args.world.rank] + args.staging.send_slot(tier.node, node, row);
 }
 
-// One warp: writes what precedes a row in its slot for `node`; quantised: except the scales.
-template <bool kIsQuantised>
-DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* meta, int token,
-                                 int node) {
-  const PlacedRailMessage& parts = args.placed;
-  const int lane = arch::lane_idx(), num_local = args.tiers.ranks_per_node();
-  if constexpr (!kIsQuantised) store_input_scales(args, meta + parts.scales_offset(), token);
-  int32_t* experts = reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset());
-  float* weights = reinterpret_cast<float*>(meta + parts.topk_weights_offset());
-  for (int k = lane; k < parts.num_topk; k += kWarpSize) {
-    const int64_t position = static_cast<int64_t>(token) * parts.num_topk + k;
-    arch::st_weak(experts + k, load_expert(args.topk_idx, position, args.topk_idx_bytes));
-    arch::st_weak(weights + k,
-                  args.topk_weights != nullptr ? arch::ld_nc(args.topk_weights + position) : 0.0f);
-  }
-  const int32_t* places = slots_of(args, token) + args.tiers.num_nodes() + node * num_local;
-  const int place = lane < num_local ? arch::ld_nc(places + lane) : -1;
-  const int position =
-      args.order.position_of_lane(token, arch::ballot(kFullMask, place >= 0), node * num_local);
-  if (lane < num_local) {
-    arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.slots_offset()) + lane,
-                  OrderedPlace::pack(place, position));
-  }
-  if (lane == 0) {
-    arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.src_idx_offset()),
-                  static_cast<int32_t>(token));
-  }
-}
+using Tokens = AskedQueue<Numbered>;  // that a sending warp has taken
 
 // The rows of a warp's tokens, piece by piece: loaded in bulk, ahead of the stores. Whole warps call
 // the methods.
-class LoadedRows {
+class LoadedPieces {
  public:
-  DC_DEVICE LoadedRows(const InternodeDispatchArgs& args, WorkQueue<TakeNext>& tokens)
-      : tokens_(tokens),
-        x_(args.x),
+  DC_DEVICE explicit LoadedPieces(const InternodeDispatchArgs& args)
+      : x_(args.x),
         row_bytes_(args.message.row_bytes),
         pieces_(Pieces::of(row_bytes_, args.send_stage)),
         pipe_(make_tier_pipe(args, args.send_stage, 0, 0, arch::warp_idx())) {}
 
-  DC_DEVICE void begin() {
-    while (tokens_.at(load_index_) >= 0 && pipe_.can_load()) load_next();
+  DC_DEVICE void begin(Tokens& tokens) {
+    while (tokens.at(load_index_) >= 0 && pipe_.can_load()) load_next(tokens);
   }
   // The next piece, in its stage.
   DC_DEVICE const uint8_t* await(int, int, bool) {
@@ -93,12 +66,12 @@ class LoadedRows {
     return pipe_.current();
   }
   // It has been stored, by the storing lanes.
-  DC_DEVICE void advance(bool is_storing) {
+  DC_DEVICE void advance(Tokens& tokens, bool is_storing) {
     pipe_.advance_store();
     if (is_storing) pipe_.make_room();
     // All storing lanes have read the stage that the leader loads next.
     arch::sync_warp();
-    load_next();
+    load_next(tokens);
   }
   DC_DEVICE uint32_t num_stores() const { return pipe_.num_stores(); }
   DC_DEVICE void drain() { pipe_.drain(); }
@@ -111,8 +84,8 @@ class LoadedRows {
   }
 
  private:
-  DC_DEVICE void load_next() {
-    const int token = tokens_.at(load_index_);
+  DC_DEVICE void load_next(Tokens& tokens) {
+    const int token = tokens.at(load_index_);
     if (token < 0) return;
     if (arch::lane_idx() == 0) {
       pipe_.load(
@@ -125,7 +98,6 @@ class LoadedRows {
     ++load_index_;
   }
 
-  WorkQueue<TakeNext>& tokens_;
   const uint8_t* x_;
   int row_bytes_;
   Pieces pieces_;
@@ -135,24 +107,23 @@ class LoadedRows {
 };
 
 // The same, cast to FP8.
-class CastRows {
+class CastPieces {
  public:
-  DC_DEVICE CastRows(const InternodeDispatchArgs& args, WorkQueue<TakeNext>& tokens)
-      : tokens_(tokens),
-        source_(args.source),
+  DC_DEVICE explicit CastPieces(const InternodeDispatchArgs& args)
+      : source_(args.source),
         row_bytes_(args.message.row_bytes),
         stages_(arch::dynamic_smem() + arch::warp_idx() * args.send_stage.warp_bytes(),
                 args.send_stage, Pieces::of(row_bytes_, args.send_stage), args.scale_format) {}
 
-  DC_DEVICE void begin() {
-    if (tokens_.at(0) >= 0) cast(tokens_.at(0), 0, false);
+  DC_DEVICE void begin(Tokens& tokens) {
+    if (tokens.at(0) >= 0) cast(tokens.at(0), 0, false);
   }
   DC_DEVICE const uint8_t* await(int token, int piece, bool is_storing) {
     if (stages_.num_stores() > 0) cast(token, piece, is_storing);
     return stages_.current();
   }
   DC_DEVICE StageScales scales(int piece) const { return stages_.scales(piece); }
-  DC_DEVICE void advance(bool) { stages_.advance_store(); }
+  DC_DEVICE void advance(Tokens&, bool) { stages_.advance_store(); }
   DC_DEVICE uint32_t num_stores() const { return stages_.num_stores(); }
   DC_DEVICE void drain() { arch::bulk_wait<0>(); }
   DC_DEVICE void give_up() {}
@@ -163,7 +134,6 @@ class CastRows {
     stages_.cast(source_ + element * sizeof(Bf16), piece, is_storing);
   }
 
-  WorkQueue<TakeNext>& tokens_;
   const uint8_t* source_;
   int row_bytes_;
   CastStages stages_;
@@ -178,13 +148,14 @@ class TokenSender {
       : context_(node),
         args_(args),
         entry_(entry),
-        tokens_({&taken_work(node)->num_tokens, args.num_tokens}),
+        tokens_(ask_for_items(&taken_work(node)->num_tokens, args.num_tokens, arch::warp_idx(),
+                              args.num_send_warps)),
         pieces_(Pieces::of(args.message.row_bytes, args.send_stage)),
-        rows_(args, tokens_),
+        rows_(args),
         num_targets_(args.tiers.ranks_per_node() + args.tiers.num_nodes() - 1),
         is_storing_(arch::lane_idx() < num_targets_) {}
 
-  DC_DEVICE void begin() { rows_.begin(); }
+  DC_DEVICE void begin() { rows_.begin(tokens_); }
 
   DC_DEVICE void run() {
     const int lane = arch::lane_idx();
@@ -201,9 +172,8 @@ class TokenSender {
         if constexpr (kIsQuantised) {
           store_scales(token, rows_.scales(piece), target.scales_of(place.row));
         }
-        rows_.advance(is_storing_);
+        rows_.advance(tokens_, is_storing_);
       }
-      write_metas(token, target.row_of(place.row));
       if (static_cast<uint32_t>(lane) == index % kWarpSize) ends_ = rows_.num_stores();
       report_landed(++index);
       token = next;
@@ -311,10 +281,6 @@ class TokenSender {
     const Target target = target_at(idx);
     return dst_of(target, place_at(target, token));
   }
-  DC_DEVICE uint8_t* far_row(int idx, int token) const {
-    const Target target = target_at(idx);
-    return target.row_of(place_at(target, token).row);
-  }
   DC_DEVICE uint8_t* far_scales(int idx, int token) const {
     const Target target = target_at(idx);
     return target.scales_of(place_at(target, token).row);
@@ -329,17 +295,6 @@ class TokenSender {
     for (int idx = 0; idx < num_targets_; ++idx) {
       uint8_t* row = idx < kWarpSize ? of_lane(dst, idx) : far_scales(idx, token);
       if (row != nullptr) scales.store(row);
-    }
-  }
-
-  // slot_row: the row's part of the slot at this lane's destination.
-  DC_DEVICE void write_metas(int token, uint8_t* slot_row) const {
-    const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
-    for (int idx = num_local; idx < num_targets_; ++idx) {
-      uint8_t* row = idx < kWarpSize ? of_lane(slot_row, idx) : far_row(idx, token);
-      if (row == nullptr) continue;
-      const int node = (args_.tiers.rail.node + 1 + idx - num_local) % num_nodes;
-      write_placed_meta<kIsQuantised>(args_, row - args_.placed.meta_bytes(), token, node);
     }
   }
 
@@ -376,16 +331,16 @@ class TokenSender {
     if (num_landed == num_landed_) return;
     num_landed_ = num_landed;
     if (is_storing_) left.wait();
-    arch::sync_warp();  // every lane's rows have landed, and its metadata is stored
+    arch::sync_warp();  // every lane's rows have landed
     if (arch::lane_idx() == 0) entry_->progress.report(arch::warp_idx(), num_landed);
   }
 
   const Context& context_;
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
-  WorkQueue<TakeNext> tokens_;
+  Tokens tokens_;
   Pieces pieces_;
-  std::conditional_t<kIsQuantised, CastRows, LoadedRows> rows_;
+  std::conditional_t<kIsQuantised, CastPieces, LoadedPieces> rows_;
   int num_targets_;
   bool is_storing_;
   uint32_t ends_ = 0;  // lane i: stores up to the end of the last token whose index is i modulo 32

@@ -12,7 +12,7 @@
 //
 // grid   any number of blocks, roles by warp: [0, S) send the tokens they take; the next F forward
 //        the rows they take; then some write metadata, of rows for the own node and of forwarded
-//        ones; one publishes
+//        ones; one writes metadata into slots and publishes
 // smem   stages of senders, of forwarders, their mbarriers, DirectEntry
 // words  landed[n][chunk]      · owner: receiver · written by node n's publisher, after the rows,
 //                                stored or put on the queue of the chunk
@@ -54,7 +54,7 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
   } else if (meta == args.num_meta_warps) {
     const bool is_early = arch::fault(Fault::kEarlyRailDone);
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
-    RowPublisher(contexts.node, args, entry).run();
+    RowPublisher<kIsQuantised>(contexts.node, args, entry).run();
     note_in_warp(contexts.node, TraceStep::kSent);
     // Block 0 announced itself before the block barrier. Since then only the publisher posts.
     if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);

@@ -39,17 +39,17 @@ struct SumOrder {
       visit(ranks_per_term.quotient(experts.rank_of(expert)));
     }
   }
-  // Where each term of `present` (a bit each, at most 8) stands in the order of `token`: four bits
-  // each. Terms without a selection come first.
-  DC_DEVICE uint32_t positions(int token, uint32_t present) const {
+  // Where each term of `present` (a bit each, at most 8, from `first` on) stands in the order of
+  // `token`: four bits each. Terms without a selection come first.
+  DC_DEVICE uint32_t positions(int token, uint32_t present, int first = 0) const {
     uint32_t positions = 0, rest = present;
     int position = arch::popc(present);
     const auto place = [&](int term) {
-      if ((rest >> term & 1u) == 0) return;
+      if (term < 0 || term >= 8 || (rest >> term & 1u) == 0) return;
       rest ^= 1u << term;
       positions |= static_cast<uint32_t>(--position) << (4 * term);
     };
-    if (!is_ascending()) for_each_selection(token, place);
+    if (!is_ascending()) for_each_selection(token, [&](int of_all) { place(of_all - first); });
     DC_UNROLL
     for (int term = 7; term >= 0; --term) place(term);
     return positions;

@@ -38,7 +38,7 @@ class WorkQueue {
 };
 
 // Numbers from a counter that the warps of a rank share, mapped to items, in the order in which one
-// warp took them. The first number is the warp's own, below `num_firsts`. Nobody waits for the
+// warp took them. The first number may be the warp's own, below `num_firsts`. Nobody waits for the
 // counter: its answer is read when the next item is needed. `Items::at` returns an item, kNone if
 // the number stands for none, or kEnd. Whole warps call the methods.
 template <class Items>
@@ -50,6 +50,11 @@ class AskedQueue {
         num_firsts_(num_firsts),
         answer_(first),
         has_ended_(first >= num_firsts) {}
+  // All numbers from the counter: for warps that do something else first.
+  DC_DEVICE AskedQueue(const Items& items, uint32_t* counter)
+      : items_(items), counter_(counter), num_firsts_(0), answer_(0), has_ended_(false) {
+    if (arch::lane_idx() == 0) answer_ = arch::atomic_increment_relaxed_gpu(counter_);
+  }
 
   // The index-th item of this warp: the next one, or one of the last 32; -1 after the last.
   DC_DEVICE int at(uint32_t index) {
