@@ -35,7 +35,7 @@ struct StraightRows {
 
 // The tokens that the sending warps of a block have taken, for its publisher.
 struct LandedTokens {
-  static constexpr int kMaxSenders = 16;
+  static constexpr int kMaxSenders = 12;
   static constexpr uint32_t kDepth = 32;
 
   int tokens[kMaxSenders][kDepth];  // by a sender's own count

@@ -1,5 +1,5 @@
-// dispatch, direct mode: the metadata of rows, from their source for its own node's ranks, and from
-// their slots for rows that have come over the rail.
+// dispatch, direct mode: the metadata of rows, from their source for its own node's ranks (whose
+// scales the sender stores), and from their slots for rows that have come over the rail.
 #pragma once
 
 #include "device/internode/direct_forward.cuh"
@@ -29,8 +29,7 @@ DC_DEVICE void write_rank_head(const InternodeDispatchArgs& args, int node, int 
                 word < 0 ? -1 : before + word - shift);
 }
 
-// One warp: writes the metadata of the rows for this node's own ranks; quantised: except scales.
-template <bool kIsQuantised>
+// One warp: writes the metadata of the rows for this node's own ranks, except the scales.
 DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* entry, int token) {
   const TwoTier& tiers = args.tiers;
   const int lane = arch::lane_idx(), num_topk = args.message.num_topk, own = tiers.rail.node;
@@ -47,9 +46,6 @@ DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* en
     const TierOutput& output = entry->outputs[local];
     const int64_t row = static_cast<int64_t>(entry->starts(tiers)[local * num_nodes + own]) + place;
     if (place < 0 || row >= output.num_rows) continue;
-    if constexpr (!kIsQuantised) {
-      store_input_scales(args, output.scales + row * args.num_scales * args.scale_bytes, token);
-    }
     const int rank = own * num_local + local;
     const int first = map.first_expert(rank), count = map.num_local_experts(rank);
     for (int k = lane; k < num_topk; k += kWarpSize) {

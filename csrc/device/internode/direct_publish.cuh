@@ -1,5 +1,5 @@
 // dispatch, direct mode: the warp that writes the metadata of rows for other nodes into their slots,
-// and tells these nodes, by chunks of rows, what has landed. Where stores do not reach a node, it
+// where the scales are already, and tells these nodes, by chunks of rows, what has landed. Where stores do not reach a node, it
 // puts a chunk when all of the chunk's rows are in their slots.
 #pragma once
 
@@ -12,8 +12,6 @@ DC_DEVICE RailChunks rail_chunks(const InternodeDispatchArgs& args, bool is_near
   return RailChunks::of(num_rows, is_near ? 1 : args.num_rail_send_tokens);
 }
 
-// Quantised: the scales are in the slots already.
-template <bool kIsQuantised>
 class RowPublisher {
  public:
   DC_DEVICE RowPublisher(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry)
@@ -93,7 +91,7 @@ class RowPublisher {
     for (int base = 0; base < num_pairs; base += kWarpSize) publish_chunks(count_row(pair_at(base)));
   }
 
-  // A row per lane; then its elements are spread over all lanes.
+  // A row per lane; then a selection of a row per lane.
   DC_DEVICE void write_metas(const Pair& pair) const {
     const PlacedRailMessage& parts = args_.placed;
     const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
@@ -115,33 +113,20 @@ class RowPublisher {
       arch::st_weak(reinterpret_cast<int32_t*>(slot + parts.src_idx_offset()),
                     static_cast<int32_t>(pair.token));
     }
-    for_each_element(pair, slot, parts.num_topk, [&](uint8_t* meta, int64_t token, int k) {
+    const int num_pairs = arch::popc(arch::ballot(kFullMask, pair.token >= 0));
+    for (int base = 0; base < num_pairs * parts.num_topk; base += kWarpSize) {
+      const int idx = base + arch::lane_idx(), k = idx % parts.num_topk;
+      const int lane = idx / parts.num_topk % kWarpSize;
+      const int64_t token = arch::shfl(kFullMask, pair.token, lane);
+      uint8_t* meta = reinterpret_cast<uint8_t*>(
+          arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), lane));
+      if (idx >= num_pairs * parts.num_topk || meta == nullptr) continue;
       const int64_t position = token * parts.num_topk + k;
       arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset()) + k,
                     load_expert(args_.topk_idx, position, args_.topk_idx_bytes));
       arch::st_weak(
           reinterpret_cast<float*>(meta + parts.topk_weights_offset()) + k,
           args_.topk_weights != nullptr ? arch::ld_nc(args_.topk_weights + position) : 0.0f);
-    });
-    if constexpr (kIsQuantised) return;
-    for_each_element(pair, slot, args_.num_scales, [&](uint8_t* meta, int64_t token, int column) {
-      const int64_t position =
-          token * args_.scale_token_stride + column * args_.scale_column_stride;
-      copy_element(meta + parts.scales_offset() + column * args_.scale_bytes,
-                   args_.x_scales + position * args_.scale_bytes, args_.scale_bytes);
-    });
-  }
-  // Calls visit(slot, token, i) for the elements i of all lanes' rows, one per lane.
-  template <class Visit>
-  DC_DEVICE void for_each_element(const Pair& pair, uint8_t* slot, int num_elements,
-                                  Visit visit) const {
-    const int num_pairs = arch::popc(arch::ballot(kFullMask, pair.token >= 0));
-    for (int base = 0; base < num_pairs * num_elements; base += kWarpSize) {
-      const int idx = base + arch::lane_idx(), lane = idx / num_elements;
-      const int token = arch::shfl(kFullMask, pair.token, lane % kWarpSize);
-      uint8_t* meta = reinterpret_cast<uint8_t*>(
-          arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), lane % kWarpSize));
-      if (lane < num_pairs && meta != nullptr) visit(meta, token, idx % num_elements);
     }
   }
 

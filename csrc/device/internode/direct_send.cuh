@@ -2,8 +2,8 @@
 // this node, and once for each of its other nodes: into its slot, there or here, or straight to its
 // final row at the rank of this local index there. Straight where all rows between nodes are stored
 // and that rank is among the destinations. A lane serves a destination. Quantised: the warp casts a
-// row to FP8 once, so all destinations get the same bytes, and stores the scales itself. All other
-// metadata is written by other warps: direct_meta.cuh, direct_publish.cuh.
+// row to FP8 once, so all destinations get the same bytes. The warp stores the scales as well; all
+// other metadata is written by other warps: direct_meta.cuh, direct_publish.cuh.
 #pragma once
 
 #include <type_traits>
@@ -167,12 +167,20 @@ class TokenSender {
       const int next = tokens_.at(index + 1);
       const Place next_place = place_at(target, next);  // ahead: it costs a trip to memory
       uint8_t* dst = dst_of(target, place);
+      uint8_t* scales_dst = target.scales_of(place.row);
+      InputScales scales;
+      if constexpr (!kIsQuantised) scales.load(args_, token);
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
         store_piece(token, piece, dst, rows_.await(token, piece, is_storing_));
         if constexpr (kIsQuantised) {
-          store_scales(token, rows_.scales(piece), target.scales_of(place.row));
+          const StageScales of_piece = rows_.scales(piece);
+          for_each_target(token, scales_dst, [&](uint8_t* row) { of_piece.store(row); });
         }
         rows_.advance(tokens_, is_storing_);
+      }
+      if (!kIsQuantised && args_.num_scales != 0) {
+        for_each_target(token, scales_dst,
+                        [&](uint8_t* row) { scales.store(args_, row, token); });
       }
       if (static_cast<uint32_t>(lane) == index % kWarpSize) ends_ = rows_.num_stores();
       report_landed(++index);
@@ -290,11 +298,12 @@ class TokenSender {
     return reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, reinterpret_cast<uint64_t>(own), idx));
   }
 
-  // Stores a piece's scales at all destinations. dst: of the token at this lane's destination.
-  DC_DEVICE void store_scales(int token, const StageScales& scales, uint8_t* dst) const {
+  // Calls visit(scales of the row) for all destinations. dst: at this lane's.
+  template <class Visit>
+  DC_DEVICE void for_each_target(int token, uint8_t* dst, Visit visit) const {
     for (int idx = 0; idx < num_targets_; ++idx) {
       uint8_t* row = idx < kWarpSize ? of_lane(dst, idx) : far_scales(idx, token);
-      if (row != nullptr) scales.store(row);
+      if (row != nullptr) visit(row);
     }
   }
 
@@ -331,7 +340,7 @@ class TokenSender {
     if (num_landed == num_landed_) return;
     num_landed_ = num_landed;
     if (is_storing_) left.wait();
-    arch::sync_warp();  // every lane's rows have landed
+    arch::sync_warp();  // every lane's rows have landed, and its scales are stored
     if (arch::lane_idx() == 0) entry_->progress.report(arch::warp_idx(), num_landed);
   }
 

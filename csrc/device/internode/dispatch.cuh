@@ -167,7 +167,7 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   } else {
     if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
     arch::sync_block_apart();
-    if (entry->mode == TierMode::kDirect) run_direct_warp<kIsQuantised>(contexts, args, entry);
+    if (entry->mode == TierMode::kDirect) run_direct_warp(contexts, args, entry);
   }
   if (entry->mode == TierMode::kDirect) {
     fill_tail_rows(contexts.node, args);

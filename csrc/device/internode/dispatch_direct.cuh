@@ -35,7 +35,6 @@
 namespace deep_comm {
 
 // A warp of every block that does not send.
-template <bool kIsQuantised>
 DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                DirectEntry* entry) {
   const int forwarder = arch::warp_idx() - args.num_send_warps;
@@ -47,14 +46,14 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
     const int first = meta * arch::num_blocks() + arch::block_idx();
     const int step = args.num_meta_warps * arch::num_blocks();
     for (int token = first; token < args.num_tokens; token += step) {
-      store_own_meta<kIsQuantised>(args, entry, token);
+      store_own_meta(args, entry, token);
     }
     MetaForwarder(contexts.rail, args, entry).run(first, step);
     note_in_warp(contexts.node, TraceStep::kForwarded);
   } else if (meta == args.num_meta_warps) {
     const bool is_early = arch::fault(Fault::kEarlyRailDone);
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
-    RowPublisher<kIsQuantised>(contexts.node, args, entry).run();
+    RowPublisher(contexts.node, args, entry).run();
     note_in_warp(contexts.node, TraceStep::kSent);
     // Block 0 announced itself before the block barrier. Since then only the publisher posts.
     if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);

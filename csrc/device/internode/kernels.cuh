@@ -29,7 +29,7 @@ struct InternodeBarrierKernel : LocalKernel<InternodeBarrierArgs, Kernel::kBarri
 
 template <bool kIsQuantised>
 struct InternodeDispatchKernel
-    : WaitingKernel<InternodeDispatchArgs, Kernel::kInternodeDispatch, kIsQuantised ? 608 : 512> {
+    : WaitingKernel<InternodeDispatchArgs, Kernel::kInternodeDispatch, 512> {
   DC_DEVICE static void run(const InternodeDispatchArgs& args) {
     internode_dispatch<kIsQuantised>(args);
   }
