@@ -1,7 +1,6 @@
 // The part of Engine's methods for groups of several nodes; included by engine_impl.hpp.
 #pragma once
 
-#include <cstdlib>
 #include "host/engine.hpp"
 
 namespace deep_comm {
@@ -190,10 +189,7 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   const bool is_quantised = args.source != nullptr;
   args.num_send_warps = is_quantised ? tuning.num_tier_quantise_warps : tuning.num_tier_send_warps;
   args.num_forward_warps = tuning.num_tier_forward_warps;
-  if (const char* e = getenv("DC_CAST")) if (is_quantised) args.num_send_warps = atoi(e);
-  if (const char* e = getenv("DC_RF")) args.num_forward_warps = atoi(e);
   args.num_meta_warps = tuning.num_tier_meta_warps;
-  if (const char* e = getenv("DC_META")) args.num_meta_warps = atoi(e);
   const size_t entry_bytes = DirectEntry::num_bytes(num_nodes, num_local);
   const int num_movers = args.num_send_warps + args.num_forward_warps;
   const int64_t room = static_cast<int64_t>(smem_bytes_limit) - static_cast<int64_t>(entry_bytes) -
@@ -306,8 +302,10 @@ LaunchConfig Engine<Target>::shape_combine(InternodeCombineArgs& args,
   args.num_reduce_warps = min_of(tuning.num_reduce_warps, kMaxWarps - num_local - 1);
   args.num_senders = num_local == 1 ? 0 : max_of(num_local - 1, tuning.min_senders);
   args.num_adders = min_of(max_of(tuning.num_reduce_warps, 2), kMaxWarps - 1 - args.num_senders);
-  args.num_forwarders = min_of(args.num_adders / 2, LandedItems::kMaxWarps - args.num_senders);
-  if (const char* e = getenv("DC_FWD")) args.num_forwarders = atoi(e);
+  // With one rank per node a forwarder adds nothing: it moves a row.
+  const int num_forwarders = num_local == 1 ? args.num_adders * 2 / 5 : args.num_adders / 2;
+  args.num_forwarders =
+      min_of(max_of(num_forwarders, 1), LandedItems::kMaxWarps - args.num_senders);
   const size_t ring_bytes =
       sizeof(ReduceProgress) + max_of(sizeof(SumsRead) * tiers_.num_nodes(),
                                       sizeof(const uint8_t*) * kMaxRanks * args.num_reduce_warps);

@@ -57,6 +57,17 @@ DC_DEVICE void write_rail_word(const World& world, const RailTier& tier, int nod
   }
 }
 
+// The same, but in no order with what was stored before: the next write_rail_word brings both.
+DC_DEVICE void write_rail_word_first(const World& world, const RailTier& tier, int node, int qp,
+                                     size_t offset, uint64_t value) {
+  uint8_t* near = near_segment(world, tier, node);
+  if (near != nullptr) {
+    arch::st_relaxed_sys(reinterpret_cast<uint64_t*>(near + offset), value);
+  } else {
+    arch::rail_signal(tier.port, node, qp, offset, value);
+  }
+}
+
 class RailSender {
  public:
   DC_DEVICE RailSender(const Context& context, const RailTier& tier, const RailRings& rings,

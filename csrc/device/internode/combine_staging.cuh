@@ -230,7 +230,7 @@ DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCom
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
     // pairs with: the loads below and in staging_at_node, after the arrival on the same queue
-    write_rail_word(
+    write_rail_word_first(
         world, tier, node, 0, tier.layout.staging_line_of(parity, tier.node),
         Tagged::pack(contexts.rail.generation, has_room ? plan.line_of(plan.from_node(node)) : 0));
   }

@@ -190,8 +190,8 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
     if (node == tier.node) continue;
     announce_straight_rows(contexts.node, args, node);
     // pairs with: the load below at the node, after this rank's arrival on the same queue
-    write_rail_word(world, tier, node, 0, tier.layout.offer_of(tier.node, parity),
-                    Tagged::pack(generation, offer));
+    write_rail_word_first(world, tier, node, 0, tier.layout.offer_of(tier.node, parity),
+                          Tagged::pack(generation, offer));
   }
   announce_on_rail(contexts.rail, tier, args.signature);
   announce_starts(contexts.node, args);

@@ -11,8 +11,7 @@ namespace deep_comm {
 // and where they belong.
 class RailRows {
  public:
-  DC_DEVICE RailRows(const Context& rail, const InternodeDispatchArgs& args,
-                     DirectEntry* entry)
+  DC_DEVICE RailRows(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry)
       : context_(rail), args_(args), entry_(entry) {}
 
   // A few consecutive rows of one node.
@@ -59,8 +58,8 @@ class RailRows {
     // pairs with: RowPublisher at the node — the chunk's rows and their metadata
     if (Tagged::unpack(arch::ld_acquire_sys(word)).generation == context_.generation) return true;
     uint32_t seen = 0;
-    return waits && await_tagged(context_, word, {Stage::kRailTail, Word::kLanded, node, -1}, 1,
-                                 &seen);
+    return waits &&
+           await_tagged(context_, word, {Stage::kRailTail, Word::kLanded, node, -1}, 1, &seen);
   }
 
  private:
@@ -222,10 +221,9 @@ class RowForwarder {
     const int own_row = arch::shfl(kFullMask, target_, first_lane(load_) + num_local() - 1);
     if (arch::lane_idx() == 0) {
       const Part& part = load_.part;
-      const uint8_t* row =
-          own_row <= kStraight
-              ? row_at(args_.world.rank, kStraight - own_row)
-              : rows_.slot(part.node, part.first + load_.row) + args_.placed.meta_bytes();
+      const uint8_t* row = own_row <= kStraight ? row_at(args_.world.rank, kStraight - own_row)
+                                                : rows_.slot(part.node, part.first + load_.row) +
+                                                      args_.placed.meta_bytes();
       pipe_.load(row + load_.piece * pieces_.piece_bytes, pieces_.bytes_of(load_.piece));
     }
     pipe_.advance_load();

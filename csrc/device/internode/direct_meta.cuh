@@ -92,15 +92,21 @@ class MetaForwarder {
           lane >= part_.num_rows || rows_.has_come(part_.node, part_.first + lane, true);
       if (!arch::all(kFullMask, ok)) return;
       arch::sync_warp();  // hands each lane's acquire to all lanes
+      load_scales(0);
       find_targets();
       forward_selections();
-      forward_scales();
+      store_scales(0);
+      for (int first = kColumns; first < args_.num_scales; first += kColumns) {
+        load_scales(first);
+        store_scales(first);
+      }
     }
   }
 
  private:
   // More would come late to the last rows.
   static constexpr int kMaxPartRows = 8;
+  static constexpr int kScalesOfLane = 2, kColumns = kScalesOfLane * kWarpSize;
 
   DC_DEVICE const uint8_t* slot(int row) const { return rows_.slot(part_.node, part_.first + row); }
   // All lanes: the final row of a row at a local rank, or -1.
@@ -158,31 +164,34 @@ class MetaForwarder {
     }
   }
 
-  // A scale per lane, several under way.
-  DC_DEVICE void forward_scales() const {
-    constexpr int kTogether = 4;
-    const int num_columns = args_.num_scales, num_bytes = args_.scale_bytes;
-    const int num_scales = part_.num_rows * num_columns;
-    for (int base = arch::lane_idx(); base - arch::lane_idx() < num_scales;
-         base += kTogether * kWarpSize) {
-      uint64_t scales[kTogether];
+  // Of columns [first, first + kColumns) of all rows, all under way together.
+  DC_DEVICE void load_scales(int first) {
+    DC_UNROLL
+    for (int row = 0; row < kMaxPartRows; ++row) {
+      const uint8_t* scales = slot(row) + args_.placed.scales_offset();
       DC_UNROLL
-      for (int idx = 0; idx < kTogether; ++idx) {
-        const int scale = base + idx * kWarpSize, row = scale / num_columns;
-        if (scale >= num_scales) continue;
-        load_element(&scales[idx],
-                     slot(row) + args_.placed.scales_offset() + scale % num_columns * num_bytes,
-                     num_bytes);
+      for (int idx = 0; idx < kScalesOfLane; ++idx) {
+        const int column = first + idx * kWarpSize + arch::lane_idx();
+        if (row >= part_.num_rows || column >= args_.num_scales) continue;
+        load_element(&scales_[row][idx], scales + column * args_.scale_bytes, args_.scale_bytes);
       }
-      DC_UNROLL
-      for (int idx = 0; idx < kTogether; ++idx) {
-        const int scale = base + idx * kWarpSize, row = scale / num_columns;
-        for (int local = 0; local < args_.tiers.ranks_per_node(); ++local) {
-          const int64_t target = target_of(row, local);
-          if (scale >= num_scales || target < 0) continue;
-          scatter_element(entry_->outputs[local].scales +
-                              (target * num_columns + scale % num_columns) * num_bytes,
-                          reinterpret_cast<const uint8_t*>(&scales[idx]), num_bytes);
+    }
+  }
+  DC_DEVICE void store_scales(int first) const {
+    if (args_.num_scales == 0) return;
+    DC_UNROLL
+    for (int row = 0; row < kMaxPartRows; ++row) {
+      for (int local = 0; local < args_.tiers.ranks_per_node(); ++local) {
+        const int64_t target = target_of(row, local);
+        if (row >= part_.num_rows || target < 0) continue;
+        uint8_t* scales =
+            entry_->outputs[local].scales + target * args_.num_scales * args_.scale_bytes;
+        DC_UNROLL
+        for (int idx = 0; idx < kScalesOfLane; ++idx) {
+          const int column = first + idx * kWarpSize + arch::lane_idx();
+          if (column >= args_.num_scales) continue;
+          scatter_element(scales + column * args_.scale_bytes,
+                          reinterpret_cast<const uint8_t*>(&scales_[row][idx]), args_.scale_bytes);
         }
       }
     }
@@ -198,6 +207,7 @@ class MetaForwarder {
   RailRows rows_;
   RailRows::Part part_{0, 0, 0};
   int target_ = -1;  // of this lane's row and rank
+  uint64_t scales_[kMaxPartRows][kScalesOfLane];
 };
 
 }  // namespace deep_comm

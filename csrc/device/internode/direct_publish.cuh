@@ -88,7 +88,8 @@ class RowPublisher {
     // With the stores after it, a release; also with the counts of rows: see publish_chunks.
     // pairs with: RailRows::has_come — the rows and their metadata. Also before the NIC reads them.
     if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
-    for (int base = 0; base < num_pairs; base += kWarpSize) publish_chunks(count_row(pair_at(base)));
+    for (int base = 0; base < num_pairs; base += kWarpSize)
+      publish_chunks(count_row(pair_at(base)));
   }
 
   // A row per lane; then a selection of a row per lane.
@@ -103,8 +104,7 @@ class RowPublisher {
       uint32_t present = 0;
       for (int local = 0; local < num_local; ++local)
         present |= static_cast<uint32_t>(arch::ld_nc(places + local) >= 0) << local;
-      const uint32_t positions =
-          args_.order.positions(pair.token, present, pair.node * num_local);
+      const uint32_t positions = args_.order.positions(pair.token, present, pair.node * num_local);
       int32_t* words = reinterpret_cast<int32_t*>(slot + parts.slots_offset());
       for (int local = 0; local < num_local; ++local) {
         arch::st_weak(words + local, OrderedPlace::pack(arch::ld_nc(places + local),
@@ -118,8 +118,8 @@ class RowPublisher {
       const int idx = base + arch::lane_idx(), k = idx % parts.num_topk;
       const int lane = idx / parts.num_topk % kWarpSize;
       const int64_t token = arch::shfl(kFullMask, pair.token, lane);
-      uint8_t* meta = reinterpret_cast<uint8_t*>(
-          arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), lane));
+      uint8_t* meta =
+          reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), lane));
       if (idx >= num_pairs * parts.num_topk || meta == nullptr) continue;
       const int64_t position = token * parts.num_topk + k;
       arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset()) + k,

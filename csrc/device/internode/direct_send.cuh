@@ -88,9 +88,8 @@ class LoadedPieces {
     const int token = tokens.at(load_index_);
     if (token < 0) return;
     if (arch::lane_idx() == 0) {
-      pipe_.load(
-          x_ + static_cast<size_t>(token) * row_bytes_ + load_piece_ * pieces_.piece_bytes,
-          pieces_.bytes_of(load_piece_));
+      pipe_.load(x_ + static_cast<size_t>(token) * row_bytes_ + load_piece_ * pieces_.piece_bytes,
+                 pieces_.bytes_of(load_piece_));
     }
     pipe_.advance_load();
     if (++load_piece_ < pieces_.num_pieces) return;
@@ -179,8 +178,7 @@ class TokenSender {
         rows_.advance(tokens_, is_storing_);
       }
       if (!kIsQuantised && args_.num_scales != 0) {
-        for_each_target(token, scales_dst,
-                        [&](uint8_t* row) { scales.store(args_, row, token); });
+        for_each_target(token, scales_dst, [&](uint8_t* row) { scales.store(args_, row, token); });
       }
       if (static_cast<uint32_t>(lane) == index % kWarpSize) ends_ = rows_.num_stores();
       report_landed(++index);
