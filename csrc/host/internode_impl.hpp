@@ -189,7 +189,9 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   const bool is_quantised = args.source != nullptr;
   args.num_send_warps = is_quantised ? tuning.num_tier_quantise_warps : tuning.num_tier_send_warps;
   args.num_forward_warps = tuning.num_tier_forward_warps;
-  args.num_meta_warps = tuning.num_tier_meta_warps;
+  constexpr int kMaxWarps = InternodeDispatchKernel<true>::kMaxThreads / kWarpSize;
+  args.num_meta_warps = min_of(tuning.num_tier_meta_warps,
+                               kMaxWarps - 1 - args.num_send_warps - args.num_forward_warps);
   const size_t entry_bytes = DirectEntry::num_bytes(num_nodes, num_local);
   const int num_movers = args.num_send_warps + args.num_forward_warps;
   const int64_t room = static_cast<int64_t>(smem_bytes_limit) - static_cast<int64_t>(entry_bytes) -

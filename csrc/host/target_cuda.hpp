@@ -42,7 +42,7 @@ class CudaTarget {
                                      .num_tier_send_warps = 4,
                                      .num_tier_quantise_warps = 10,
                                      .num_tier_forward_warps = 3,
-                                     .num_tier_meta_warps = 2,
+                                     .num_tier_meta_warps = 4,
                                      .number_threads = 512,
                                      .expand_rows_threads = 512,
                                      .expand_threads = 1024,

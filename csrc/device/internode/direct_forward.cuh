@@ -42,12 +42,13 @@ class RailRows {
   DC_DEVICE const int32_t* places_in(const uint8_t* slot) const {
     return reinterpret_cast<const int32_t*>(slot + args_.placed.slots_offset());
   }
-  // The final row at a local rank, or -1.
-  DC_DEVICE int final_row(int node, int local, int word) const {
+  // The final row at a local rank of a row from `node`, also from this one; or -1. word: OrderedPlace.
+  DC_DEVICE static int final_row(const InternodeDispatchArgs& args, DirectEntry* entry, int node,
+                                 int local, int word) {
     const int place = OrderedPlace::place(word);
     if (place < 0) return -1;
-    const int row = entry_->starts(args_.tiers)[local * args_.tiers.num_nodes() + node] + place;
-    return row < entry_->outputs[local].num_rows ? row : -1;
+    const int row = entry->starts(args.tiers)[local * args.tiers.num_nodes() + node] + place;
+    return row < entry->outputs[local].num_rows ? row : -1;
   }
 
   // One lane: whether a row has arrived, with its metadata; `waits`: until it has, or the wait fails.
@@ -109,8 +110,6 @@ class RowForwarder {
                              args.num_send_warps * args.send_stage.num_stages, warp)) {}
 
   DC_DEVICE void run() {
-    // All rows are straight, and nobody else gets them. MetaForwarder waits for them.
-    if (entry_->is_near && num_local() == 1) return;
     load_.part = part_at(0);
     while (true) {
       // Loads only what has arrived, unless there is nothing else to do.
@@ -178,7 +177,7 @@ class RowForwarder {
     const Part& part = load_.part;
     const int local = local_at(lane % num_local());
     const int32_t* places = rows_.places_in(rows_.slot(part.node, part.first + row));
-    target_ = rows_.final_row(part.node, local, arch::ld_weak(places + local));
+    target_ = RailRows::final_row(args_, entry_, part.node, local, arch::ld_weak(places + local));
     if (entry_->is_near && local == args_.world.rank && target_ >= 0) target_ = kStraight - target_;
   }
   DC_DEVICE bool has_targets(const Cursor& cursor) const {

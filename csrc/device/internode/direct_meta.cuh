@@ -1,5 +1,6 @@
-// dispatch, direct mode: the metadata of rows, from their source for its own node's ranks (whose
-// scales the sender stores), and from their slots for rows that have come over the rail.
+// dispatch, direct mode: the metadata of rows at this node's ranks, of its own tokens from the inputs,
+// and of rows that have come over the rail from their slots. A warp writes that of a few rows at a
+// time: they share the trips to memory.
 #pragma once
 
 #include "device/internode/direct_forward.cuh"
@@ -29,76 +30,120 @@ DC_DEVICE void write_rank_head(const InternodeDispatchArgs& args, int node, int 
                 word < 0 ? -1 : before + word - shift);
 }
 
-// One warp: writes the metadata of the rows for this node's own ranks, except the scales.
-DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* entry, int token) {
-  const TwoTier& tiers = args.tiers;
-  const int lane = arch::lane_idx(), num_topk = args.message.num_topk, own = tiers.rail.node;
-  const int num_local = tiers.ranks_per_node(), num_nodes = tiers.num_nodes();
-  const int32_t* places = slots_of(args, token);
-  const int row_of_node = arch::ld_nc(places + own);
-  if (row_of_node < 0) return;
-  const int my_place =
-      lane < num_local ? arch::ld_nc(places + num_nodes + own * num_local + lane) : -1;
-  const uint32_t rank_mask = arch::ballot(kFullMask, my_place >= 0);
-  const ExpertMap map{args.num_experts, tiers.num_ranks()};
-  for (int local = 0; local < num_local; ++local) {
-    const int place = arch::shfl(kFullMask, my_place, local);
-    const TierOutput& output = entry->outputs[local];
-    const int64_t row = static_cast<int64_t>(entry->starts(tiers)[local * num_nodes + own]) + place;
-    if (place < 0 || row >= output.num_rows) continue;
-    const int rank = own * num_local + local;
-    const int first = map.first_expert(rank), count = map.num_local_experts(rank);
-    for (int k = lane; k < num_topk; k += kWarpSize) {
-      const int64_t position = static_cast<int64_t>(token) * num_topk + k;
-      const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
-      const bool is_here = expert >= 0 && expert < count;
-      store_expert(output.topk_idx, row * num_topk + k, args.topk_idx_bytes, is_here ? expert : -1);
-      arch::st_weak(output.topk_weights + row * num_topk + k,
-                    is_here && args.topk_weights != nullptr
-                        ? arch::ld_nc(args.topk_weights + position)
-                        : 0.0f);
-    }
-    if (lane == 0 && output.src_idx != nullptr) {
-      arch::st_weak(output.src_idx + row, static_cast<int32_t>(token));
-      arch::st_weak(output.src_meta + 2 * row, static_cast<int32_t>(own));
-      arch::st_weak(output.src_meta + 2 * row + 1, static_cast<int32_t>(rank_mask));
-    }
-  }
-  if (args.send_rank_head == nullptr) return;
-  const int position = args.order.position_of_lane(token, rank_mask, own * num_local);
-  if (lane < num_local) {
-    write_rank_head(args, own, row_of_node, lane, OrderedPlace::pack(my_place, position));
-  }
-}
-
-// One warp: writes the metadata of rows that have arrived over the rail to their final rows, and for
-// combine, which ranks these are. A few rows at a time share the trips to memory. Every row is waited
-// for, also one without metadata: the kernel ends when all have arrived.
-class MetaForwarder {
+// This rank's tokens, in parts for MetaWriter. Senders store their scales.
+class OwnRows {
  public:
-  DC_DEVICE MetaForwarder(const Context& rail, const InternodeDispatchArgs& args,
-                          DirectEntry* entry)
-      : args_(args), entry_(entry), rows_(rail, args, entry) {}
+  static constexpr bool kHaveScales = false;
+
+  DC_DEVICE explicit OwnRows(const InternodeDispatchArgs& args) : args_(args) {}
+
+  DC_DEVICE int num_parts(int part_rows) const { return ceil_div(args_.num_tokens, part_rows); }
+  // Returns the number of the part's rows.
+  DC_DEVICE int begin(int number, int part_rows) {
+    first_ = number * part_rows;
+    return min_of(args_.num_tokens - first_, part_rows);
+  }
+  DC_DEVICE int node() const { return args_.tiers.rail.node; }
+  // Among the node's rows, or -1.
+  DC_DEVICE int row(int idx) const { return arch::ld_nc(slots_of(args_, first_ + idx) + node()); }
+  DC_DEVICE int source(int idx) const { return first_ + idx; }
+  // The place at a local rank, or -1.
+  DC_DEVICE int word(int idx, int local) const {
+    const TwoTier& tiers = args_.tiers;
+    return arch::ld_nc(slots_of(args_, first_ + idx) + tiers.num_nodes() +
+                       node() * tiers.ranks_per_node() + local);
+  }
+  // The same with its position. rank_mask: the node's ranks that get the token.
+  DC_DEVICE int ordered(int idx, int local, int word, uint32_t rank_mask) const {
+    const uint32_t positions =
+        args_.order.positions(first_ + idx, rank_mask, node() * args_.tiers.ranks_per_node());
+    return OrderedPlace::pack(word, positions >> (4 * local) & 15u);
+  }
+  DC_DEVICE int expert(int idx, int k) const {
+    return load_expert(args_.topk_idx, position(idx, k), args_.topk_idx_bytes);
+  }
+  DC_DEVICE float weight(int idx, int k) const {
+    return args_.topk_weights != nullptr ? arch::ld_nc(args_.topk_weights + position(idx, k))
+                                         : 0.0f;
+  }
+
+ private:
+  DC_DEVICE int64_t position(int idx, int k) const {
+    return static_cast<int64_t>(first_ + idx) * args_.message.num_topk + k;
+  }
+
+  const InternodeDispatchArgs& args_;
+  int first_ = 0;
+};
+
+// Rows that have come over the rail. Every row is waited for, also one without metadata: the kernel
+// ends when all have arrived.
+class ArrivedRows {
+ public:
+  static constexpr bool kHaveScales = true;
+
+  DC_DEVICE ArrivedRows(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry)
+      : placed_(args.placed), rows_(rail, args, entry) {}
+
+  DC_DEVICE int num_parts(int part_rows) const { return rows_.num_parts(part_rows); }
+  // Waits for the part. Returns the number of its rows; negative: the wait has failed.
+  DC_DEVICE int begin(int number, int part_rows) {
+    part_ = rows_.part(number, part_rows);
+    const int idx = arch::lane_idx();
+    const bool ok = idx >= part_.num_rows || rows_.has_come(part_.node, row(idx), true);
+    if (!arch::all(kFullMask, ok)) return -1;
+    arch::sync_warp();  // hands each lane's acquire to all lanes
+    return max_of(part_.num_rows, 0);
+  }
+  DC_DEVICE int node() const { return part_.node; }
+  DC_DEVICE int row(int idx) const { return part_.first + idx; }
+  DC_DEVICE int source(int idx) const {
+    return arch::ld_weak(reinterpret_cast<const int32_t*>(slot(idx) + placed_.src_idx_offset()));
+  }
+  DC_DEVICE int word(int idx, int local) const {
+    return arch::ld_weak(rows_.places_in(slot(idx)) + local);
+  }
+  DC_DEVICE int ordered(int, int, int word, uint32_t) const { return word; }
+  DC_DEVICE int expert(int idx, int k) const {
+    return arch::ld_weak(reinterpret_cast<const int32_t*>(slot(idx) + placed_.topk_idx_offset()) +
+                         k);
+  }
+  DC_DEVICE float weight(int idx, int k) const {
+    return arch::ld_weak(reinterpret_cast<const float*>(slot(idx) + placed_.topk_weights_offset()) +
+                         k);
+  }
+  DC_DEVICE const uint8_t* scales(int idx) const { return slot(idx) + placed_.scales_offset(); }
+
+ private:
+  DC_DEVICE const uint8_t* slot(int idx) const { return rows_.slot(part_.node, row(idx)); }
+
+  const PlacedRailMessage& placed_;
+  RailRows rows_;
+  RailRows::Part part_{0, 0, 0};
+};
+
+// One warp: writes the metadata of rows to their final rows at this node's ranks, and for combine,
+// which ranks these are.
+template <class Rows>
+class MetaWriter {
+ public:
+  DC_DEVICE MetaWriter(const InternodeDispatchArgs& args, DirectEntry* entry, const Rows& rows)
+      : args_(args), entry_(entry), rows_(rows) {}
 
   // Every step-th part, from `first` on.
   DC_DEVICE void run(int first, int step) {
     const int part_rows = min_of(kMaxPartRows, kWarpSize / args_.tiers.ranks_per_node());
     const int num_parts = rows_.num_parts(part_rows);
     for (int number = first; number < num_parts; number += step) {
-      part_ = rows_.part(number, part_rows);
-      if (part_.num_rows <= 0) continue;
-      const int lane = arch::lane_idx();
-      const bool ok =
-          lane >= part_.num_rows || rows_.has_come(part_.node, part_.first + lane, true);
-      if (!arch::all(kFullMask, ok)) return;
-      arch::sync_warp();  // hands each lane's acquire to all lanes
+      num_rows_ = rows_.begin(number, part_rows);
+      if (num_rows_ < 0) return;
       load_scales(0);
       find_targets();
-      forward_selections();
+      write_selections();
       store_scales(0);
-      for (int first = kColumns; first < args_.num_scales; first += kColumns) {
-        load_scales(first);
-        store_scales(first);
+      for (int column = kColumns; column < args_.num_scales; column += kColumns) {
+        load_scales(column);
+        store_scales(column);
       }
     }
   }
@@ -108,7 +153,6 @@ class MetaForwarder {
   static constexpr int kMaxPartRows = 8;
   static constexpr int kScalesOfLane = 2, kColumns = kScalesOfLane * kWarpSize;
 
-  DC_DEVICE const uint8_t* slot(int row) const { return rows_.slot(part_.node, part_.first + row); }
   // All lanes: the final row of a row at a local rank, or -1.
   DC_DEVICE int target_of(int row, int local) const {
     return arch::shfl(kFullMask, target_, (row * args_.tiers.ranks_per_node() + local) % kWarpSize);
@@ -118,38 +162,36 @@ class MetaForwarder {
   DC_DEVICE void find_targets() {
     const int num_local = args_.tiers.ranks_per_node();
     const int row = arch::lane_idx() / num_local, local = arch::lane_idx() % num_local;
-    const bool is_row = row < part_.num_rows;
-    const int word = is_row ? arch::ld_weak(rows_.places_in(slot(row)) + local) : -1;
-    const int source = is_row ? arch::ld_weak(at<int32_t>(row, args_.placed.src_idx_offset())) : -1;
-    target_ = rows_.final_row(part_.node, local, word);
+    const bool is_row = row < num_rows_;
+    const int word = is_row ? rows_.word(row, local) : -1;
+    const int source = is_row ? rows_.source(row) : -1;
+    const int row_of_node = is_row && args_.send_rank_head != nullptr ? rows_.row(row) : -1;
+    target_ = RailRows::final_row(args_, entry_, rows_.node(), local, word);
     const uint32_t goes = arch::ballot(kFullMask, word >= 0);
     if (!is_row) return;
+    const uint32_t rank_mask = goes >> (row * num_local) & ((1u << num_local) - 1);
     const TierOutput& output = entry_->outputs[local];
     if (target_ >= 0 && output.src_idx != nullptr) {
-      const uint32_t rank_mask = goes >> (row * num_local) & ((1u << num_local) - 1);
       arch::st_weak(output.src_idx + target_, source);
-      arch::st_weak(output.src_meta + 2 * target_, static_cast<int32_t>(part_.node));
+      arch::st_weak(output.src_meta + 2 * target_, static_cast<int32_t>(rows_.node()));
       arch::st_weak(output.src_meta + 2 * target_ + 1, static_cast<int32_t>(rank_mask));
     }
-    if (args_.send_rank_head != nullptr) {
-      write_rank_head(args_, part_.node, part_.first + row, local, word);
+    if (row_of_node >= 0) {
+      write_rank_head(args_, rows_.node(), row_of_node, local,
+                      rows_.ordered(row, local, word, rank_mask));
     }
   }
 
   // A selection per lane.
-  DC_DEVICE void forward_selections() const {
-    const int num_topk = args_.placed.num_topk, num_local = args_.tiers.ranks_per_node();
+  DC_DEVICE void write_selections() const {
+    const int num_topk = args_.message.num_topk, num_local = args_.tiers.ranks_per_node();
     const ExpertMap map{args_.num_experts, args_.tiers.num_ranks()};
-    for (int base = 0; base < part_.num_rows * num_topk; base += kWarpSize) {
+    for (int base = 0; base < num_rows_ * num_topk; base += kWarpSize) {
       const int idx = base + arch::lane_idx();
       const int row = idx / num_topk, k = idx % num_topk;
-      const bool is_active = row < part_.num_rows;
-      int expert = -1;
-      float weight = 0.0f;
-      if (is_active) {
-        expert = arch::ld_weak(at<int32_t>(row, args_.placed.topk_idx_offset()) + k);
-        weight = arch::ld_weak(at<float>(row, args_.placed.topk_weights_offset()) + k);
-      }
+      const bool is_active = row < num_rows_;
+      const int expert = is_active ? rows_.expert(row, k) : -1;
+      const float weight = is_active ? rows_.weight(row, k) : 0.0f;
       for (int local = 0; local < num_local; ++local) {
         const int64_t target = target_of(row, local);
         if (!is_active || target < 0) continue;
@@ -166,24 +208,26 @@ class MetaForwarder {
 
   // Of columns [first, first + kColumns) of all rows, all under way together.
   DC_DEVICE void load_scales(int first) {
-    DC_UNROLL
-    for (int row = 0; row < kMaxPartRows; ++row) {
-      const uint8_t* scales = slot(row) + args_.placed.scales_offset();
+    if constexpr (Rows::kHaveScales) {
       DC_UNROLL
-      for (int idx = 0; idx < kScalesOfLane; ++idx) {
-        const int column = first + idx * kWarpSize + arch::lane_idx();
-        if (row >= part_.num_rows || column >= args_.num_scales) continue;
-        load_element(&scales_[row][idx], scales + column * args_.scale_bytes, args_.scale_bytes);
+      for (int row = 0; row < kMaxPartRows; ++row) {
+        DC_UNROLL
+        for (int idx = 0; idx < kScalesOfLane; ++idx) {
+          const int column = first + idx * kWarpSize + arch::lane_idx();
+          if (row >= num_rows_ || column >= args_.num_scales) continue;
+          load_element(&scales_[row][idx], rows_.scales(row) + column * args_.scale_bytes,
+                       args_.scale_bytes);
+        }
       }
     }
   }
   DC_DEVICE void store_scales(int first) const {
-    if (args_.num_scales == 0) return;
+    if (!Rows::kHaveScales || args_.num_scales == 0) return;
     DC_UNROLL
     for (int row = 0; row < kMaxPartRows; ++row) {
       for (int local = 0; local < args_.tiers.ranks_per_node(); ++local) {
         const int64_t target = target_of(row, local);
-        if (row >= part_.num_rows || target < 0) continue;
+        if (row >= num_rows_ || target < 0) continue;
         uint8_t* scales =
             entry_->outputs[local].scales + target * args_.num_scales * args_.scale_bytes;
         DC_UNROLL
@@ -196,18 +240,23 @@ class MetaForwarder {
       }
     }
   }
-  // Of a row's slot.
-  template <class T>
-  DC_DEVICE const T* at(int row, int offset) const {
-    return reinterpret_cast<const T*>(slot(row) + offset);
-  }
 
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
-  RailRows rows_;
-  RailRows::Part part_{0, 0, 0};
-  int target_ = -1;  // of this lane's row and rank
+  Rows rows_;
+  int num_rows_ = 0;  // of the part
+  int target_ = -1;   // of this lane's row and rank
   uint64_t scales_[kMaxPartRows][kScalesOfLane];
 };
+
+// One warp, number `index` of so many of the block: all metadata of direct mode.
+DC_DEVICE void write_metadata(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                              DirectEntry* entry, int index, int num_warps) {
+  const int first = index * arch::num_blocks() + arch::block_idx();
+  const int step = num_warps * arch::num_blocks();
+  if (args.message.num_topk != 0 || args.recv_src_idx != nullptr)
+    MetaWriter(args, entry, OwnRows(args)).run(first, step);
+  MetaWriter(args, entry, ArrivedRows(contexts.rail, args, entry)).run(first, step);
+}
 
 }  // namespace deep_comm

@@ -37,20 +37,19 @@ namespace deep_comm {
 // A warp of every block that does not send.
 DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                DirectEntry* entry) {
+  // Straight rows that no other rank gets need no forwarder. Its warps write metadata.
+  const bool forwards = !entry->is_near || args.tiers.ranks_per_node() > 1;
+  const int num_forwarders = forwards ? args.num_forward_warps : 0;
+  const int num_meta_warps = args.num_forward_warps + args.num_meta_warps - num_forwarders;
   const int forwarder = arch::warp_idx() - args.num_send_warps;
-  const int meta = forwarder - args.num_forward_warps;
-  if (forwarder < args.num_forward_warps) {
+  const int meta = forwarder - num_forwarders;
+  if (forwarder < num_forwarders) {
     RowForwarder(contexts.rail, args, entry, forwarder).run();
     note_in_warp(contexts.node, TraceStep::kForwarded);
-  } else if (meta < args.num_meta_warps) {
-    const int first = meta * arch::num_blocks() + arch::block_idx();
-    const int step = args.num_meta_warps * arch::num_blocks();
-    for (int token = first; token < args.num_tokens; token += step) {
-      store_own_meta(args, entry, token);
-    }
-    MetaForwarder(contexts.rail, args, entry).run(first, step);
+  } else if (meta < num_meta_warps) {
+    write_metadata(contexts, args, entry, meta, num_meta_warps);
     note_in_warp(contexts.node, TraceStep::kForwarded);
-  } else if (meta == args.num_meta_warps) {
+  } else if (meta == num_meta_warps) {
     const bool is_early = arch::fault(Fault::kEarlyRailDone);
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     RowPublisher(contexts.node, args, entry).run();
