@@ -190,6 +190,11 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   args.num_send_warps = is_quantised ? tuning.num_tier_quantise_warps : tuning.num_tier_send_warps;
   args.num_forward_warps = tuning.num_tier_forward_warps;
   constexpr int kMaxWarps = InternodeDispatchKernel<true>::kMaxThreads / kWarpSize;
+  constexpr int kMostSenders =
+      max_of(Target::kTuning.num_tier_send_warps, Target::kTuning.num_tier_quantise_warps);
+  static_assert(kMostSenders <= LandedTokens::kMaxSenders);
+  static_assert(kMostSenders + Target::kTuning.num_tier_forward_warps + 2 <= kMaxWarps,
+                "one warp writes metadata, one publishes");
   args.num_meta_warps = min_of(tuning.num_tier_meta_warps,
                                kMaxWarps - 1 - args.num_send_warps - args.num_forward_warps);
   const size_t entry_bytes = DirectEntry::num_bytes(num_nodes, num_local);

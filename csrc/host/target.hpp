@@ -85,7 +85,7 @@ struct Tuning {
   int internode_notify_threads;
   int num_count_blocks;       // two tiers: blocks that count a rank's tokens, at most
   int num_rail_sender_warps;  // two tiers, dispatch: warps of a channel that send to nodes, at most
-  // two tiers, direct dispatch: warps of a block that send, forward, and write metadata
+  // two tiers, direct dispatch: warps of a block that send, forward, and, at most, write metadata
   int num_tier_send_warps;
   int num_tier_quantise_warps;  // that send, where they quantise
   int num_tier_forward_warps;

@@ -57,7 +57,8 @@ DC_DEVICE void write_rail_word(const World& world, const RailTier& tier, int nod
   }
 }
 
-// The same, but in no order with what was stored before: the next write_rail_word brings both.
+// One thread: writes a word at `node` without ordering what was stored there before. The thread then
+// calls write_rail_word for this node and queue, which orders both.
 DC_DEVICE void write_rail_word_first(const World& world, const RailTier& tier, int node, int qp,
                                      size_t offset, uint64_t value) {
   uint8_t* near = near_segment(world, tier, node);

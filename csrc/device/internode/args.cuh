@@ -162,7 +162,8 @@ struct InternodeDispatchArgs {
   RailStaging staging;
   StageLayout send_stage;
   StageLayout forward_stage;
-  // of a block; then those that forward, those that write metadata, and the publisher
+  // of a block; then those that forward (or write metadata, where there is nothing to forward), those
+  // that write metadata, and the publisher
   int num_send_warps;
   int num_forward_warps;
   int num_meta_warps;

@@ -7,6 +7,16 @@
 
 namespace deep_comm {
 
+// Returns the final row at a local rank of a row from `node`, which may be this one; or -1. word:
+// OrderedPlace.
+DC_DEVICE int final_row(const InternodeDispatchArgs& args, DirectEntry* entry, int node, int local,
+                        int word) {
+  const int place = OrderedPlace::place(word);
+  if (place < 0) return -1;
+  const int row = entry->starts(args.tiers)[local * args.tiers.num_nodes() + node] + place;
+  return row < entry->outputs[local].num_rows ? row : -1;
+}
+
 // Rows from other nodes, as the rank of this local index there has sent them: where their slots lie,
 // and where they belong.
 class RailRows {
@@ -20,8 +30,8 @@ class RailRows {
     int first;  // among those of the node
     int num_rows;
   };
-  // Parts are numbered with the nodes in rotation; so many numbers, some of them of no rows. A part
-  // may lie in two chunks.
+  // Parts are numbered with the nodes in rotation. Returns how many numbers there are; some have no
+  // rows. A part may lie in two chunks.
   DC_DEVICE int num_parts(int part_rows) const {
     int num_rounds = 0;
     for (int other = 0; other < num_others(); ++other) {
@@ -30,7 +40,9 @@ class RailRows {
     return num_rounds * num_others();
   }
   DC_DEVICE Part part(int number, int part_rows) const {
-    const int node = node_of(number % num_others()), first = number / num_others() * part_rows;
+    // Each round begins with another node, so that every n-th part is not always one node's.
+    const int round = number / num_others();
+    const int node = node_of((number + round) % num_others()), first = round * part_rows;
     return {node, first, min_of(num_rows_from(args_, node) - first, part_rows)};
   }
 
@@ -42,17 +54,8 @@ class RailRows {
   DC_DEVICE const int32_t* places_in(const uint8_t* slot) const {
     return reinterpret_cast<const int32_t*>(slot + args_.placed.slots_offset());
   }
-  // The final row at a local rank of a row from `node`, also from this one; or -1. word: OrderedPlace.
-  DC_DEVICE static int final_row(const InternodeDispatchArgs& args, DirectEntry* entry, int node,
-                                 int local, int word) {
-    const int place = OrderedPlace::place(word);
-    if (place < 0) return -1;
-    const int row = entry->starts(args.tiers)[local * args.tiers.num_nodes() + node] + place;
-    return row < entry->outputs[local].num_rows ? row : -1;
-  }
-
-  // One lane: whether a row has arrived, with its metadata; `waits`: until it has, or the wait fails.
-  DC_DEVICE bool has_come(int node, int row, bool waits) const {
+  // One lane: returns whether a row has arrived, with its metadata. With `waits`, waits for it first.
+  DC_DEVICE bool has_arrived(int node, int row, bool waits) const {
     const RailChunks chunks = rail_chunks(args_, entry_->is_near, num_rows_from(args_, node));
     const uint64_t* word =
         own_word(args_.world, args_.tiers.rail.layout.landed_of(node, row / chunks.chunk_rows));
@@ -79,7 +82,7 @@ class RailParts {
  public:
   static constexpr int kEnd = -1, kNone = -2;
   // Two. A chunk that was put arrives at once, and the last chunk ends the kernel, so many warps
-  // should share it. With one row per part each row would cost an answer of the counter.
+  // should share it. With one row per part each row would need its own request to the counter.
   static constexpr int kPartRows = 2;
 
   DC_DEVICE explicit RailParts(const RailRows& rows)
@@ -88,9 +91,10 @@ class RailParts {
     if (number >= static_cast<uint32_t>(num_parts_)) return kEnd;
     return part(static_cast<int>(number)).num_rows > 0 ? static_cast<int>(number) : kNone;
   }
-  DC_DEVICE RailRows::Part part(int number) const { return rows_.part(number, kPartRows); }
 
  private:
+  DC_DEVICE RailRows::Part part(int number) const { return rows_.part(number, kPartRows); }
+
   RailRows rows_;
   int num_parts_;
 };
@@ -103,8 +107,7 @@ class RowForwarder {
       : args_(args),
         entry_(entry),
         rows_(rail, args, entry),
-        parts_(rows_),
-        taken_(parts_, &taken_work(rail)->num_chunks[0]),
+        taken_(RailParts(rows_), &taken_work(rail)->num_chunks[0]),
         pieces_(Pieces::of(args.message.row_bytes, args.forward_stage)),
         pipe_(make_tier_pipe(args, args.forward_stage, args.forward_stages_offset,
                              args.num_send_warps * args.send_stage.num_stages, warp)) {}
@@ -115,7 +118,7 @@ class RowForwarder {
       // Loads only what has arrived, unless there is nothing else to do.
       while (pipe_.can_load() && load_next()) {
       }
-      if (!is_storing()) break;  // all are done, or a wait has failed
+      if (!has_loaded()) break;  // all are done, or a wait has failed
       store_next();
     }
     pipe_.drain();
@@ -130,11 +133,11 @@ class RowForwarder {
     int piece = 0;
   };
 
-  DC_DEVICE bool is_storing() const { return pipe_.num_loads() != pipe_.num_stores(); }
+  DC_DEVICE bool has_loaded() const { return pipe_.num_loads() != pipe_.num_stores(); }
   // The index-th part of this warp; without rows after the last.
   DC_DEVICE Part part_at(uint32_t index) {
     const int number = taken_.at(index);
-    return number < 0 ? Part{0, 0, 0} : parts_.part(number);
+    return number < 0 ? Part{0, 0, 0} : rows_.part(number, RailParts::kPartRows);
   }
   DC_DEVICE void advance(Cursor& cursor) {
     if (++cursor.piece == pieces_.num_pieces) skip_row(cursor);
@@ -151,33 +154,33 @@ class RowForwarder {
   // This rank is the last one.
   DC_DEVICE int local_at(int idx) const { return (args_.world.rank + 1 + idx) % num_local(); }
 
-  // Rows on their way have a place each among the lanes, which keep their final rows: lane
-  // place * M + i that of destination i.
-  DC_DEVICE int num_places() const { return kWarpSize / num_local(); }
-  DC_DEVICE int place_of(uint32_t part_index, int row) const {
-    return static_cast<int>((part_index * RailParts::kPartRows + row) % num_places());
+  // Each row on its way has a group of lanes, which keep its final rows: lane group * M + i that of
+  // destination i.
+  DC_DEVICE int num_groups() const { return kWarpSize / num_local(); }
+  DC_DEVICE int group_of(uint32_t part_index, int row) const {
+    return static_cast<int>((part_index * RailParts::kPartRows + row) % num_groups());
   }
   DC_DEVICE int first_lane(const Cursor& cursor) const {
-    return place_of(cursor.index, cursor.row) * num_local();
+    return group_of(cursor.index, cursor.row) * num_local();
   }
-  // Whether the rows of the part that is loaded find places that no row on its way has.
-  DC_DEVICE bool has_places() const {
+  // Whether there are groups for the part that is loaded, beside those of rows on their way.
+  DC_DEVICE bool has_free_groups() const {
     static_assert(2 * RailParts::kPartRows * kMaxRanks <= kWarpSize);
     return (load_.index + 1 - store_.index) * RailParts::kPartRows <=
-           static_cast<uint32_t>(num_places());
+           static_cast<uint32_t>(num_groups());
   }
   // Finds where rows [begin, end) of that part belong. They have arrived. A row that this rank gets
   // itself, if all rows are stored, lies in its final row here: TokenSender at the node decides in
   // the same way.
   DC_DEVICE void find_targets(int begin, int end) {
-    const int lane = arch::lane_idx(), place = lane / num_local();
-    const int distance = place + num_places() - place_of(load_.index, begin);
-    const int row = begin + distance % num_places();
-    if (place >= num_places() || row >= end) return;
+    const int lane = arch::lane_idx(), group = lane / num_local();
+    const int distance = group + num_groups() - group_of(load_.index, begin);
+    const int row = begin + distance % num_groups();
+    if (group >= num_groups() || row >= end) return;
     const Part& part = load_.part;
     const int local = local_at(lane % num_local());
     const int32_t* places = rows_.places_in(rows_.slot(part.node, part.first + row));
-    target_ = RailRows::final_row(args_, entry_, part.node, local, arch::ld_weak(places + local));
+    target_ = final_row(args_, entry_, part.node, local, arch::ld_weak(places + local));
     if (entry_->is_near && local == args_.world.rank && target_ >= 0) target_ = kStraight - target_;
   }
   DC_DEVICE bool has_targets(const Cursor& cursor) const {
@@ -188,11 +191,11 @@ class RowForwarder {
   // Counts the rows of the part that is loaded, from the next one on, that have arrived. The next
   // one matters; the others save later looks. If nothing is on its way, waits for the next one: 0
   // means that the wait has failed.
-  DC_DEVICE int num_come() {
+  DC_DEVICE int num_arrived() {
     const Part& part = load_.part;
     const int row = load_.row + arch::lane_idx();
-    const bool waits = arch::lane_idx() == 0 && !is_storing();
-    const bool ok = row < part.num_rows && rows_.has_come(part.node, part.first + row, waits);
+    const bool waits = arch::lane_idx() == 0 && !has_loaded();
+    const bool ok = row < part.num_rows && rows_.has_arrived(part.node, part.first + row, waits);
     const uint32_t missing = ~arch::ballot(kFullMask, ok);
     arch::sync_warp();  // hands each lane's acquire to all lanes
     // Before the bulk loads of the rows.
@@ -204,11 +207,11 @@ class RowForwarder {
   // Begins the next load if there is one and its row has arrived.
   DC_DEVICE bool load_next() {
     while (true) {
-      if (!is_storing()) store_ = load_;  // the rows between them go nowhere
+      if (!has_loaded()) store_ = load_;  // no row between them has a target
       if (load_.part.num_rows == 0) return false;
       if (load_.row == num_found_) {
-        if (!has_places()) return false;
-        const int num_rows = num_come();
+        if (!has_free_groups()) return false;
+        const int num_rows = num_arrived();
         if (num_rows == 0) return false;
         find_targets(load_.row, load_.row + num_rows);
         num_found_ += num_rows;
@@ -259,14 +262,13 @@ class RowForwarder {
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
   RailRows rows_;
-  RailParts parts_;
   AskedQueue<RailParts> taken_;
   Pieces pieces_;
   StagePipe pipe_;
   Cursor load_;
-  Cursor store_;       // not behind a row on its way
+  Cursor store_;       // at or before the oldest loaded row
   int num_found_ = 0;  // rows of the part that is loaded whose targets are known
-  int target_ = -1;    // see place_of; a final row, -1 for none
+  int target_ = -1;    // see group_of; a final row, -1 for none
 };
 
 }  // namespace deep_comm

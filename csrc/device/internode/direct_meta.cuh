@@ -4,6 +4,8 @@
 #pragma once
 
 #include "device/internode/direct_forward.cuh"
+#include "device/layout/expert_map.cuh"
+#include "device/move/element.cuh"
 
 namespace deep_comm {
 
@@ -47,7 +49,7 @@ class OwnRows {
   // Among the node's rows, or -1.
   DC_DEVICE int row(int idx) const { return arch::ld_nc(slots_of(args_, first_ + idx) + node()); }
   DC_DEVICE int source(int idx) const { return first_ + idx; }
-  // The place at a local rank, or -1.
+  // The place at a local rank, or -1: an OrderedPlace, first in the sum.
   DC_DEVICE int word(int idx, int local) const {
     const TwoTier& tiers = args_.tiers;
     return arch::ld_nc(slots_of(args_, first_ + idx) + tiers.num_nodes() +
@@ -90,7 +92,7 @@ class ArrivedRows {
   DC_DEVICE int begin(int number, int part_rows) {
     part_ = rows_.part(number, part_rows);
     const int idx = arch::lane_idx();
-    const bool ok = idx >= part_.num_rows || rows_.has_come(part_.node, row(idx), true);
+    const bool ok = idx >= part_.num_rows || rows_.has_arrived(part_.node, row(idx), true);
     if (!arch::all(kFullMask, ok)) return -1;
     arch::sync_warp();  // hands each lane's acquire to all lanes
     return max_of(part_.num_rows, 0);
@@ -137,8 +139,9 @@ class MetaWriter {
     for (int number = first; number < num_parts; number += step) {
       num_rows_ = rows_.begin(number, part_rows);
       if (num_rows_ < 0) return;
+      if (num_rows_ == 0) continue;
       load_scales(0);
-      find_targets();
+      write_sources();
       write_selections();
       store_scales(0);
       for (int column = kColumns; column < args_.num_scales; column += kColumns) {
@@ -149,7 +152,7 @@ class MetaWriter {
   }
 
  private:
-  // More would come late to the last rows.
+  // With more rows, the first would wait for the last.
   static constexpr int kMaxPartRows = 8;
   static constexpr int kScalesOfLane = 2, kColumns = kScalesOfLane * kWarpSize;
 
@@ -158,15 +161,16 @@ class MetaWriter {
     return arch::shfl(kFullMask, target_, (row * args_.tiers.ranks_per_node() + local) % kWarpSize);
   }
 
-  // Lane row * M + local: a row at a local rank.
-  DC_DEVICE void find_targets() {
+  // Finds the final rows, lane row * M + local that of a row at a local rank, and writes where the
+  // rows come from; for combine, also where it returns them.
+  DC_DEVICE void write_sources() {
     const int num_local = args_.tiers.ranks_per_node();
     const int row = arch::lane_idx() / num_local, local = arch::lane_idx() % num_local;
     const bool is_row = row < num_rows_;
     const int word = is_row ? rows_.word(row, local) : -1;
     const int source = is_row ? rows_.source(row) : -1;
     const int row_of_node = is_row && args_.send_rank_head != nullptr ? rows_.row(row) : -1;
-    target_ = RailRows::final_row(args_, entry_, rows_.node(), local, word);
+    target_ = final_row(args_, entry_, rows_.node(), local, word);
     const uint32_t goes = arch::ballot(kFullMask, word >= 0);
     if (!is_row) return;
     const uint32_t rank_mask = goes >> (row * num_local) & ((1u << num_local) - 1);
@@ -225,9 +229,10 @@ class MetaWriter {
     if (!Rows::kHaveScales || args_.num_scales == 0) return;
     DC_UNROLL
     for (int row = 0; row < kMaxPartRows; ++row) {
+      if (row >= num_rows_) continue;
       for (int local = 0; local < args_.tiers.ranks_per_node(); ++local) {
         const int64_t target = target_of(row, local);
-        if (row >= num_rows_ || target < 0) continue;
+        if (target < 0) continue;
         uint8_t* scales =
             entry_->outputs[local].scales + target * args_.num_scales * args_.scale_bytes;
         DC_UNROLL

@@ -1,6 +1,7 @@
-// dispatch, direct mode: the warp that writes the metadata of rows for other nodes into their slots,
-// where the scales are already, and tells these nodes, by chunks of rows, what has landed. Where stores do not reach a node, it
-// puts a chunk when all of the chunk's rows are in their slots.
+// dispatch, direct mode: the publishing warp. It writes the metadata of rows into their slots at other
+// nodes; the senders have stored the scales. Then it tells these nodes, by chunks of rows, what has
+// landed. Where stores do not reach a node, the slots are here, and it puts a chunk when all of the
+// chunk's rows are in them.
 #pragma once
 
 #include "device/internode/direct_send.cuh"
@@ -14,8 +15,8 @@ DC_DEVICE RailChunks rail_chunks(const InternodeDispatchArgs& args, bool is_near
 
 class RowPublisher {
  public:
-  DC_DEVICE RowPublisher(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry)
-      : context_(rail), args_(args), entry_(entry), is_near_(entry->is_near) {}
+  DC_DEVICE RowPublisher(const Context& node, const InternodeDispatchArgs& args, DirectEntry* entry)
+      : context_(node), args_(args), entry_(entry), is_near_(entry->is_near) {}
 
   // Returns when all sending warps have reported their last token.
   DC_DEVICE void run() {
@@ -32,7 +33,7 @@ class RowPublisher {
       if (arch::any(kFullMask, num_landed != num_published)) {
         // Hands each lane's acquire to all lanes: each publishes tokens of every sender.
         arch::sync_warp();
-        publish_landed(num_published, num_landed);
+        publish(num_published, num_landed);
         num_published = num_landed;
         // pairs with: TokenSender::post — the tokens have been read
         if (lane == sender) arch::st_release_cta(&entry_->landed.num_published[sender], num_landed);
@@ -52,16 +53,28 @@ class RowPublisher {
     bool is_counted;  // together with rows that other blocks have counted
   };
 
-  // A token that goes to another node, perhaps.
+  // A token and a node that may receive it.
   struct Pair {
     int token;  // -1: none
     int node;
   };
 
   // Lane i: sender i's tokens [begin, end) by its own count.
-  DC_DEVICE void publish_landed(uint32_t begin, uint32_t end) {
+  DC_DEVICE void publish(uint32_t begin, uint32_t end) {
+    for_each_pair(begin, end, [&](const Pair& pair) { write_metas(pair); });
+    arch::sync_warp();  // hands each lane's metadata to the lane that publishes its row
+    // With the stores after it, a release; also with the counts of rows: see publish_chunks.
+    // pairs with: RailRows::has_arrived — the rows and their metadata. Also before the NIC reads
+    // them.
+    if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+    for_each_pair(begin, end, [&](const Pair& pair) { publish_chunks(count_row(pair)); });
+  }
+  // Whole warps call visit(pair of this lane) for all pairs of these tokens and another node.
+  template <class Visit>
+  DC_DEVICE void for_each_pair(uint32_t begin, uint32_t end, Visit visit) const {
+    const int num_nodes = args_.tiers.num_nodes(), num_others = num_nodes - 1;
     for (int first = 0;; first += kWarpSize) {
-      int token = -1, index = first + arch::lane_idx();
+      int token = -1, index = first + arch::lane_idx();  // of this lane
       for (int sender = 0; sender < args_.num_send_warps; ++sender) {
         const uint32_t begins = arch::shfl(kFullMask, begin, sender);
         const int count = static_cast<int>(arch::shfl(kFullMask, end, sender) - begins);
@@ -69,36 +82,24 @@ class RowPublisher {
           token = entry_->landed.tokens[sender][(begins + index) % LandedTokens::kDepth];
         index -= count;
       }
-      const int num_tokens = arch::popc(arch::ballot(kFullMask, token >= 0));
-      if (num_tokens == 0) return;
-      publish(token, num_tokens);
+      const int num_pairs = arch::popc(arch::ballot(kFullMask, token >= 0)) * num_others;
+      if (num_pairs == 0) return;
+      for (int base = 0; base < num_pairs; base += kWarpSize) {
+        const int pair = base + arch::lane_idx();
+        const int of_pair = arch::shfl(kFullMask, token, pair / num_others % kWarpSize);
+        visit({pair < num_pairs ? of_pair : -1,
+               (args_.tiers.rail.node + 1 + pair % num_others) % num_nodes});
+      }
     }
   }
-  // A token per lane.
-  DC_DEVICE void publish(int token, int num_tokens) {
-    const int num_others = args_.tiers.num_nodes() - 1, num_pairs = num_tokens * num_others;
-    const auto pair_at = [&](int base) {
-      const int pair = base + arch::lane_idx();
-      const int of_pair = arch::shfl(kFullMask, token, pair / num_others % kWarpSize);
-      const int node = (args_.tiers.rail.node + 1 + pair % num_others) % args_.tiers.num_nodes();
-      return Pair{pair < num_pairs ? of_pair : -1, node};
-    };
-    for (int base = 0; base < num_pairs; base += kWarpSize) write_metas(pair_at(base));
-    arch::sync_warp();  // hands each lane's metadata to the lane that publishes its row
-    // With the stores after it, a release; also with the counts of rows: see publish_chunks.
-    // pairs with: RailRows::has_come — the rows and their metadata. Also before the NIC reads them.
-    if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
-    for (int base = 0; base < num_pairs; base += kWarpSize)
-      publish_chunks(count_row(pair_at(base)));
-  }
 
-  // A row per lane; then a selection of a row per lane.
+  // First one row per lane, then one selection per lane.
   DC_DEVICE void write_metas(const Pair& pair) const {
     const PlacedRailMessage& parts = args_.placed;
     const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
     const int32_t* places = pair.token < 0 ? nullptr : slots_of(args_, pair.token);
     const int row = places == nullptr ? -1 : arch::ld_nc(places + pair.node);
-    uint8_t* slot = row < 0 ? nullptr : slot_for(args_, entry_->is_near, pair.node, row);
+    uint8_t* slot = row < 0 ? nullptr : slot_for(args_, is_near_, pair.node, row);
     if (slot != nullptr) {
       places += num_nodes + pair.node * num_local;
       uint32_t present = 0;
@@ -153,7 +154,7 @@ class RowPublisher {
     const RailTier& tier = args_.tiers.rail;
     const uint64_t word = Tagged::pack(context_.generation, 1);
     if (arch::any(kFullMask, row.is_counted)) {
-      // pairs with: the fence in run, in the blocks that counted before — the chunk's rows. After
+      // pairs with: the fence in publish, in the blocks that counted before — the chunk's rows. After
       // it their word may be stored, and the NIC may read them.
       // order-proof: the simulation has one time for all that a rank has put into memory, and the
       // rows of this block, which it has just fenced, are newer
@@ -187,7 +188,7 @@ class RowPublisher {
         args_.staging.recv_slot(true, node, tier.node, first),
         args_.world.bases[args_.world.rank] + args_.staging.send_slot(tier.node, node, first),
         static_cast<uint32_t>(chunks.rows_of(chunk) * args_.staging.slot_bytes));
-    // pairs with: RowForwarder at the node — the put above, on the same queue
+    // pairs with: RailRows::has_arrived at the node — the put above, on the same queue
     if (arch::lane_idx() == 0) {
       arch::rail_signal(tier.port, node, tier.landed_qp(chunk),
                         tier.layout.landed_of(tier.node, chunk), word);

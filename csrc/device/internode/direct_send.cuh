@@ -10,10 +10,7 @@
 
 #include "device/internode/direct_entry.cuh"
 #include "device/internode/scales.cuh"
-#include "device/layout/channel_range.cuh"
-#include "device/layout/expert_map.cuh"
 #include "device/move/cast_stages.cuh"
-#include "device/move/element.cuh"
 #include "device/move/stage_pipe.cuh"
 #include "device/sync/work_queue.cuh"
 
@@ -61,7 +58,7 @@ class LoadedPieces {
     while (tokens.at(load_index_) >= 0 && pipe_.can_load()) load_next(tokens);
   }
   // The next piece, in its stage.
-  DC_DEVICE const uint8_t* await(int, int, bool) {
+  DC_DEVICE const uint8_t* await(int /*token*/, int /*piece*/, bool /*is_storing*/) {
     pipe_.await_load();
     return pipe_.current();
   }
@@ -105,7 +102,8 @@ class LoadedPieces {
   int load_piece_ = 0;
 };
 
-// The same, cast to FP8.
+// The rows of a warp's tokens, piece by piece, cast to FP8. Has the methods of LoadedPieces; nothing is
+// loaded ahead.
 class CastPieces {
  public:
   DC_DEVICE explicit CastPieces(const InternodeDispatchArgs& args)
@@ -122,7 +120,7 @@ class CastPieces {
     return stages_.current();
   }
   DC_DEVICE StageScales scales(int piece) const { return stages_.scales(piece); }
-  DC_DEVICE void advance(Tokens&, bool) { stages_.advance_store(); }
+  DC_DEVICE void advance(Tokens& /*tokens*/, bool /*is_storing*/) { stages_.advance_store(); }
   DC_DEVICE uint32_t num_stores() const { return stages_.num_stores(); }
   DC_DEVICE void drain() { arch::bulk_wait<0>(); }
   DC_DEVICE void give_up() {}

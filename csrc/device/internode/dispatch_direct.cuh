@@ -29,7 +29,6 @@
 //        has been read
 #pragma once
 
-#include "device/internode/direct_forward.cuh"
 #include "device/internode/direct_meta.cuh"
 
 namespace deep_comm {

@@ -17,7 +17,7 @@ DC_DEVICE void store_input_scales(const InternodeDispatchArgs& args, uint8_t* ds
 }
 
 // One warp: the same of one token for several destinations. The first scales wait in registers, so
-// that a trip to memory passes while the row is moved.
+// that their load overlaps the row's move.
 class InputScales {
  public:
   DC_DEVICE void load(const InternodeDispatchArgs& args, int token) {

@@ -50,7 +50,7 @@ class AskedQueue {
         num_firsts_(num_firsts),
         answer_(first),
         has_ended_(first >= num_firsts) {}
-  // All numbers from the counter: for warps that do something else first.
+  // All numbers from the counter, so that no item waits for a warp that is late.
   DC_DEVICE AskedQueue(const Items& items, uint32_t* counter)
       : items_(items), counter_(counter), num_firsts_(0), answer_(0), has_ended_(false) {
     if (arch::lane_idx() == 0) answer_ = arch::atomic_increment_relaxed_gpu(counter_);
@@ -116,7 +116,7 @@ DC_DEVICE AskedQueue<Numbered> ask_for_items(uint32_t* counter, int num_items, i
 struct TakeNext {
   uint32_t* counter;
   int num_items;
-  int num_warps = 0;
+  int num_warps;
 
   DC_DEVICE int operator()() const {
     const uint32_t item = num_warps + arch::atomic_add_relaxed_gpu(counter, 1u);
