@@ -1,6 +1,6 @@
 // dispatch, direct mode, inside the node: rows that have arrived over the rail are forwarded to
-// their final rows, from their slots or from the final row that this rank has got itself. Their
-// metadata follows by other warps: direct_meta.cuh.
+// their final rows, from their slots or, if straight, from this rank's own final row. Other warps
+// write their metadata: direct_meta.cuh.
 #pragma once
 
 #include "device/internode/direct_publish.cuh"

@@ -42,7 +42,7 @@ DC_DEVICE uint8_t* slot_for(const InternodeDispatchArgs& args, bool is_near, int
              : args.world.bases[args.world.rank] + args.staging.send_slot(tier.node, node, row);
 }
 
-using Tokens = AskedQueue<Numbered>;  // that a sending warp has taken
+using Tokens = AskedQueue<Numbered>;  // of one sending warp
 
 // The rows of a warp's tokens, piece by piece: loaded in bulk, ahead of the stores. Whole warps call
 // the methods.
@@ -62,7 +62,7 @@ class LoadedPieces {
     pipe_.await_load();
     return pipe_.current();
   }
-  // It has been stored, by the storing lanes.
+  // After the storing lanes have stored it: loads the next piece.
   DC_DEVICE void advance(Tokens& tokens, bool is_storing) {
     pipe_.advance_store();
     if (is_storing) pipe_.make_room();
@@ -72,7 +72,7 @@ class LoadedPieces {
   }
   DC_DEVICE uint32_t num_stores() const { return pipe_.num_stores(); }
   DC_DEVICE void drain() { pipe_.drain(); }
-  // Instead of all but begin: frees the stages. A block barrier follows.
+  // After begin, if nothing is sent: frees the stages. A block barrier follows.
   DC_DEVICE void give_up() {
     while (pipe_.num_stores() != pipe_.num_loads()) {
       if (arch::lane_idx() == 0) pipe_.await_load();
@@ -102,7 +102,7 @@ class LoadedPieces {
   int load_piece_ = 0;
 };
 
-// The rows of a warp's tokens, piece by piece, cast to FP8. Has the methods of LoadedPieces; nothing is
+// The rows of a warp's tokens, piece by piece, cast to FP8. Has the methods of LoadedPieces. Nothing is
 // loaded ahead.
 class CastPieces {
  public:
