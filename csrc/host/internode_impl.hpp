@@ -307,12 +307,12 @@ LaunchConfig Engine<Target>::shape_combine(InternodeCombineArgs& args,
   constexpr int kMaxWarps = InternodeCombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
   const int num_local = world_.num_ranks;
   args.num_reduce_warps = min_of(tuning.num_reduce_warps, kMaxWarps - num_local - 1);
-  args.num_senders = num_local == 1 ? 0 : max_of(num_local - 1, tuning.min_senders);
+  args.num_senders = max_of(num_local - 1, tuning.min_senders);
   args.num_adders = min_of(max_of(tuning.num_reduce_warps, 2), kMaxWarps - 1 - args.num_senders);
-  // With one rank per node a forwarder adds nothing: it moves a row.
-  const int num_forwarders = num_local == 1 ? args.num_adders * 2 / 5 : args.num_adders / 2;
-  args.num_forwarders =
-      min_of(max_of(num_forwarders, 1), LandedItems::kMaxWarps - args.num_senders);
+  // With one rank per node there is nothing to add before the rail.
+  args.num_forwarders = num_local == 1 ? 0
+                                       : min_of(max_of(args.num_adders / 2, 1),
+                                                LandedItems::kMaxWarps - args.num_senders);
   const size_t ring_bytes =
       sizeof(ReduceProgress) + max_of(sizeof(SumsRead) * tiers_.num_nodes(),
                                       sizeof(const uint8_t*) * kMaxRanks * args.num_reduce_warps);
@@ -321,8 +321,8 @@ LaunchConfig Engine<Target>::shape_combine(InternodeCombineArgs& args,
   const int meta_bytes = align_up(4 * args.message.num_topk, 16);
   const auto limit = static_cast<int64_t>(smem_bytes_limit) -
                      static_cast<int64_t>(args.stages_offset + entry_bytes) - 1024;
-  const int warp_limit = static_cast<int>(
-      min_of<int64_t>(tuning.sender_smem_bytes, limit / max_of(1, args.num_senders)));
+  const int warp_limit =
+      static_cast<int>(min_of<int64_t>(tuning.sender_smem_bytes, limit / args.num_senders));
   if (warp_limit < StageLayout::min_warp_bytes(meta_bytes, StagePipe::kMinStages) ||
       tiers_.num_nodes() > kMaxStagedNodes || args.forward_slots == nullptr) {
     args.staging_line = 0;

@@ -7,14 +7,13 @@ ranks takes such turns: rows and sums are what is looked at, few cases, nothing 
 import dataclasses
 import functools
 
+import over_nvshmem
 import pytest
-import test_internode_gpu as over_nic
 import test_low_latency_internode_gpu as low_latency
-import test_nvshmem_gpu as over_nvshmem
 import torch
 from cases import Case, direct, verify_each
 from checked_runs import ROUNDTRIP, check
-from gpu_cases import POISON, matrix_for
+from gpu_cases import POISON, internode_cases, matrix_for
 from internode import model_case
 from low_latency import run_on_gpu
 from low_latency import verify as verify_low_latency
@@ -64,7 +63,7 @@ def test_a_node_of_eight_at_a_model_shape(pool: processes.Pool) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_nodes_over_the_software_nic(pool: processes.Pool, shape: tuple[int, int]) -> None:
-    cases = over_nic.random_cases(shape, first_seed=2400, num_cases=6)
+    cases = internode_cases(shape, first_seed=2400, num_cases=6)
     cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
     check(functools.partial(run, pool), ROUNDTRIP, cases)
 
@@ -84,7 +83,7 @@ def test_low_latency(pool: processes.Pool, shape: tuple[int, int]) -> None:
 
 @over_nvshmem.needs_nvshmem
 def test_two_nodes_of_four_over_nvshmem() -> None:
-    cases = over_nic.random_cases(SHAPES[0], first_seed=2500, num_cases=4)
+    cases = internode_cases(SHAPES[0], first_seed=2500, num_cases=4)
     cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
     on_few = functools.partial(over_nvshmem.run, devices=places(8), timeout_s=100.0)
     check(on_few, ROUNDTRIP, cases)

@@ -5,19 +5,19 @@ import dataclasses
 import torch
 from cases import InternodeCase, Scales, direct
 from checked_runs import EXPANDED, check
-from gpu_cases import run
+from gpu_cases import internode_cases, run
 from internode import model_case
-from test_internode_gpu import random_cases, shapes
+from test_internode_gpu import shapes
 
 
 def test_every_expert_gets_its_rows_and_every_token_its_sum(num_ranks: int) -> None:
     for shape in shapes(num_ranks):
         first_seed = 3000 + 100 * shape[0] + shape[1]
-        check(run, EXPANDED, random_cases(shape, first_seed, num_cases=24))
+        check(run, EXPANDED, internode_cases(shape, first_seed, num_cases=24))
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
-    cases = random_cases(shapes(num_ranks)[-1], first_seed=3900, num_cases=8)
+    cases = internode_cases(shapes(num_ranks)[-1], first_seed=3900, num_cases=8)
     check(run, EXPANDED, cases, async_finish=True)
 
 

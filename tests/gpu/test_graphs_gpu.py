@@ -4,8 +4,8 @@ routings, between eager calls.
 
 import time
 
+import over_nvshmem
 import pytest
-import test_nvshmem_gpu as over_nvshmem
 import torch
 from gpu_cases import run
 from graph_bodies import Step, check, expected, fill, make_step, run_step

@@ -8,8 +8,8 @@ import pytest
 import torch
 from cases import InternodeCase, direct
 from checked_runs import ROUNDTRIP, check
-from gpu_cases import POISON, run
-from internode import model_case, random_case
+from gpu_cases import POISON, internode_cases, run
+from internode import model_case
 
 import deep_comm
 from deep_comm import errors
@@ -22,29 +22,19 @@ def shapes(num_ranks: int) -> list[tuple[int, int]]:
     return [shape for shape in wanted if shape[0] * shape[1] <= num_ranks]
 
 
-def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> list[InternodeCase]:
-    cases = [random_case(first_seed + number, shape) for number in range(num_cases)]
-    # A default config on a GPU has ten channels and takes more room than one on the host.
-    cases = [dataclasses.replace(case, nvl_bytes=128 << 20, rdma_bytes=128 << 20) for case in cases]
-    return [
-        direct(case) if number % 2 == 0 else dataclasses.replace(case, direct_bytes=0)
-        for number, case in enumerate(cases)
-    ]
-
-
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
     for shape in shapes(num_ranks):
         first_seed = 100 * shape[0] + shape[1]
-        check(run, ROUNDTRIP, random_cases(shape, first_seed, num_cases=24))
+        check(run, ROUNDTRIP, internode_cases(shape, first_seed, num_cases=24))
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     shape = shapes(num_ranks)[-1]
-    check(run, ROUNDTRIP, random_cases(shape, first_seed=900, num_cases=8), async_finish=True)
+    check(run, ROUNDTRIP, internode_cases(shape, first_seed=900, num_cases=8), async_finish=True)
 
 
 def test_nccl_group_serves_as_well(num_ranks: int) -> None:
-    cases = random_cases(shapes(num_ranks)[-1], first_seed=950, num_cases=4)
+    cases = internode_cases(shapes(num_ranks)[-1], first_seed=950, num_cases=4)
     check(functools.partial(run, backend="nccl"), ROUNDTRIP, cases)
 
 

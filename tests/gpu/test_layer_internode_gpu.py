@@ -1,8 +1,8 @@
 """test_layer_pending.py between logical nodes, and early launches, on GPUs."""
 
+import over_nvshmem
 import pytest
 import test_layer_gpu as one_node
-import test_nvshmem_gpu as over_nvshmem
 import torch
 from gpu_cases import run
 from test_internode_gpu import shapes

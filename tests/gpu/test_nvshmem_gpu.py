@@ -2,15 +2,11 @@
 that its transport is NVLink.
 
 Once with rows stored straight into near nodes' rings, once with every row and word through
-NVSHMEM's puts and signals. A process has one NVSHMEM job, so that all tests here use processes of
-their own and all of them.
+NVSHMEM's puts and signals.
 """
 
-import atexit
 import dataclasses
 import functools
-import importlib.util
-from collections.abc import Sequence
 
 import pytest
 import test_internode_gpu as over_nic
@@ -18,44 +14,15 @@ import test_low_latency_internode_gpu as low_latency_over_nic
 from cases import InternodeCase, direct, verify_each
 from checked_runs import ROUNDTRIP
 from checked_runs import check as check_on
-from gpu_cases import on_own_device
+from gpu_cases import internode_cases, on_own_device
 from internode import model_case
 from low_latency import LowLatencyCase, run_on_gpu
 from low_latency import verify as verify_low_latency
+from over_nvshmem import needs_nvshmem, run
 
-from deep_comm import errors, processes
+from deep_comm import errors
 
-needs_nvshmem = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("deep_comm._nvshmem", "nvshmem")),
-    reason="needs nvshmem4py and a build with the NVSHMEM module",
-)
 pytestmark = needs_nvshmem
-
-_pools: dict[int, processes.Pool] = {}
-
-
-def run(
-    fn,
-    num_ranks: int,
-    *args: object,
-    near: bool = True,
-    timeout_s: float = 200.0,
-    devices: Sequence[int] | None = None,
-) -> list:
-    if num_ranks not in _pools:
-        _pools[num_ranks] = processes.Pool(num_ranks)
-        atexit.register(_pools[num_ranks].close)
-    variables = {
-        "DEEP_COMM_RAIL": "nvshmem", "DEEP_COMM_RAIL_NEAR": str(int(near)), "DEEP_COMM_POISON": "1",
-    }  # fmt: skip
-    try:
-        return _pools[num_ranks].run(
-            fn, num_ranks, *args, backend="gloo", devices=devices or range(num_ranks),
-            variables=variables, timeout_s=timeout_s,
-        )  # fmt: skip
-    except BaseException:
-        _pools.pop(num_ranks).close(kill=True)  # ranks may have left kernels or half a job behind
-        raise
 
 
 def shapes(num_ranks: int) -> list[tuple[int, int]]:
@@ -72,11 +39,11 @@ def check(cases: list[InternodeCase], near: bool = True, **options) -> None:
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int, near: bool) -> None:
     for shape in shapes(num_ranks):
         first_seed = 300 * shape[0] + shape[1]
-        check(over_nic.random_cases(shape, first_seed, num_cases=16), near=near)
+        check(internode_cases(shape, first_seed, num_cases=16), near=near)
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
-    cases = over_nic.random_cases(shapes(num_ranks)[0], first_seed=1900, num_cases=6)
+    cases = internode_cases(shapes(num_ranks)[0], first_seed=1900, num_cases=6)
     check(cases, async_finish=True)
 
 

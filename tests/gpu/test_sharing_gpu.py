@@ -9,15 +9,15 @@ may run beside these tests, and every hop between ranks takes such a turn.
 import dataclasses
 import functools
 
+import over_nvshmem
 import pytest
 import test_internode_gpu as over_nic
 import test_low_latency_internode_gpu as low_latency
 import test_low_latency_masks_gpu as masks
-import test_nvshmem_gpu as over_nvshmem
 import torch
 from cases import direct, verify_each
 from checked_runs import ROUNDTRIP, check
-from gpu_cases import POISON
+from gpu_cases import POISON, internode_cases
 from internode import model_case
 from low_latency import run_on_gpu
 from low_latency import verify as verify_low_latency
@@ -51,12 +51,12 @@ def run(pool: processes.Pool, fn, num_ranks: int, *arguments, devices: list[int]
 
 
 def test_every_rank_gets_its_rows_and_sums(pool: processes.Pool, devices: list[int]) -> None:
-    cases = over_nic.random_cases(SHAPE, first_seed=2200, num_cases=12)
+    cases = internode_cases(SHAPE, first_seed=2200, num_cases=12)
     check(functools.partial(run, pool, devices=devices), ROUNDTRIP, cases)
 
 
 def test_asynchronous_calls_give_the_same(pool: processes.Pool) -> None:
-    cases = over_nic.random_cases(SHAPE, first_seed=2220, num_cases=4)
+    cases = internode_cases(SHAPE, first_seed=2220, num_cases=4)
     on_two = functools.partial(run, pool, devices=PLACES["nodes"])
     check(on_two, ROUNDTRIP, cases, async_finish=True)
 
@@ -90,7 +90,7 @@ def test_low_latency_goes_on_without_the_killed(dead: tuple[int, ...]) -> None:
 @over_nvshmem.needs_nvshmem
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
 def test_over_nvshmem(near: bool) -> None:
-    cases = over_nic.random_cases(SHAPE, first_seed=2300, num_cases=8)
+    cases = internode_cases(SHAPE, first_seed=2300, num_cases=8)
     cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
     # One placement: the job of these processes, and with it each one's GPU, stays for all tests.
     on_two = functools.partial(

@@ -3,8 +3,8 @@
 import functools
 
 import gpu_cases
+import over_nvshmem
 import pytest
-import test_nvshmem_gpu as over_nvshmem
 import torch
 import tracing
 from gpu_cases import on_own_device

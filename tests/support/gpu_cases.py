@@ -1,6 +1,7 @@
 """Cases of the end-to-end tests on GPUs, and the processes of their ranks."""
 
 import dataclasses
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,9 @@ import gpu_pool
 import matrix
 import pytest
 import torch
-from cases import Case
+from cases import Case, InternodeCase, direct
+from internode import model_case, random_case
+from quantised import FORMS, Form
 
 NUM_CASES = 64
 POISON = {"DEEP_COMM_POISON": "1"}
@@ -47,3 +50,38 @@ def matrix_for(num_ranks: int, seed: int, num_cases: int = NUM_CASES) -> list[Ca
     cases = matrix.sample(num_cases, seed, ranks=[num_ranks])
     # A default config on a GPU takes more room than one on the host.
     return [dataclasses.replace(case, nvl_bytes=128 << 20) for case in cases]
+
+
+def internode_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> list[InternodeCase]:
+    cases = [random_case(first_seed + number, shape) for number in range(num_cases)]
+    # A default config on a GPU has ten channels and takes more room than one on the host.
+    cases = [dataclasses.replace(case, nvl_bytes=128 << 20, rdma_bytes=128 << 20) for case in cases]
+    return [
+        direct(case) if number % 2 == 0 else dataclasses.replace(case, direct_bytes=0)
+        for number, case in enumerate(cases)
+    ]
+
+
+def quantised_cases(
+    shape: tuple[int, int], first_seed: int, num_cases: int
+) -> list[tuple[InternodeCase, Form]]:
+    choose = random.Random(first_seed)
+    cases = internode_cases(shape, first_seed, num_cases)
+    return [
+        (
+            dataclasses.replace(
+                case, hidden=choose.choice((128, 384, 2176)), dtype=torch.bfloat16, scales=None
+            ),
+            FORMS[number // 2 % len(FORMS)],
+        )
+        for number, case in enumerate(cases)
+    ]
+
+
+def quantised_model_cases(num_nodes: int, ranks_per_node: int) -> list[tuple[InternodeCase, Form]]:
+    rings = model_case(
+        num_nodes * ranks_per_node, ranks_per_node, experts=256, alignment=16, biases=0, calls=2,
+        nvl_bytes=1 << 30, direct_bytes=0,
+    )  # fmt: skip
+    exponents = Form(round_scale=True, use_ue8m0=True, column_major=True)
+    return [(rings, Form()), (direct(rings), Form(expand=True)), (direct(rings), exponents)]

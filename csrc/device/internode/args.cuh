@@ -232,9 +232,9 @@ struct InternodeCombineArgs {
   int num_reduce_warps;  // rings: of either block of a channel
   // staged mode
   StageLayout stage;
-  int num_senders;       // warps of a block that return rows; 0: one rank per node
+  int num_senders;       // warps of a block that move rows of x
   int num_adders;        // the next warps, which add
-  int num_forwarders;    // of these, so many forward first
+  int num_forwarders;    // of these, so many forward first; 0: one rank per node
   size_t stages_offset;  // shared memory: stages, mbarriers, StagedEntry
   size_t barriers_offset;
   size_t entry_offset;

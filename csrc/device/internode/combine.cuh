@@ -77,19 +77,21 @@ DC_DEVICE void combine_by_rings(const TierContexts& contexts, const InternodeCom
 
 // A sending warp of staged mode. Its loads begin before the mode is known. If this rank has
 // staging, the mode is probably staged.
-DC_DEVICE void enter_and_return(const TierContexts& contexts, const InternodeCombineArgs& args,
-                                StagedEntry* entry, int sender) {
+template <class Chunks>
+DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeCombineArgs& args,
+                              StagedEntry* entry, int sender) {
   arch::Mbarrier* barriers =
       reinterpret_cast<arch::Mbarrier*>(arch::dynamic_smem() + args.barriers_offset);
   StagePipe pipe(arch::dynamic_smem() + args.stages_offset + sender * args.stage.warp_bytes(),
                  barriers + sender * args.stage.num_stages, args.stage.stage_bytes,
                  args.stage.num_stages);
   pipe.init();
-  ReturnSender rows(contexts.node, args, entry, pipe, sender);
+  RowSender<Chunks> rows(contexts, args, entry, pipe, sender);
   rows.begin();
   arch::sync_block_apart();
-  if (entry->mode == SumMode::kStaged) return rows.run();
-  rows.give_up();
+  if (entry->mode != SumMode::kStaged) return rows.give_up();
+  rows.run();
+  if (Chunks::kCrosses) note_in_warp(contexts.node, TraceStep::kForwarded);
 }
 
 template <Dtype kDtype>
@@ -104,7 +106,11 @@ DC_DEVICE void internode_combine(const InternodeCombineArgs& args) {
   if (may_stage) entry->tables.fill(args);
   arch::sync_block();
   if (may_stage && sender >= 0 && sender < args.num_senders) {
-    enter_and_return(contexts, args, entry, sender);
+    if (args.tiers.ranks_per_node() == 1) {
+      enter_and_send<RowsToNodes>(contexts, args, entry, sender);
+    } else {
+      enter_and_send<RowsToRanks>(contexts, args, entry, sender);
+    }
   } else {
     if (arch::warp_idx() == 0) {
       const SumMode mode = enter_combine(contexts, args, entry->tables);

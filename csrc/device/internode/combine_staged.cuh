@@ -1,9 +1,10 @@
 // combine, staged mode: every row and every sum has a slot of its own at its destination (see
 // combine_staging.cuh). So nobody waits for credit, and any block may send, add or forward.
 //
-// grid   any number of blocks: warp 0 publishes, num_senders warps return rows inside the node
-//        (combine_staged_send.cuh), the others add (combine_staged_add.cuh); num_forwarders of them
-//        first add rows that cross to other nodes, then tokens like the rest
+// grid   any number of blocks: warp 0 publishes, num_senders warps move rows inside the node, or,
+//        with one rank per node, to other nodes (combine_staged_send.cuh), the others add
+//        (combine_staged_add.cuh); num_forwarders of them first add rows that cross to other nodes,
+//        then tokens like the rest
 // words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's
 //                                publisher · fence and relaxed store / acquire sys
 //        landed[node][chunk]   · the same between nodes · stored, or put after the sums on a queue
@@ -28,7 +29,8 @@ class StagedPublisher {
       : contexts_(contexts),
         args_(args),
         entry_(entry),
-        num_movers_(args.num_senders + args.num_forwarders) {}
+        num_movers_(args.num_senders + args.num_forwarders),
+        num_local_senders_(args.tiers.ranks_per_node() == 1 ? 0 : args.num_senders) {}
 
   DC_DEVICE void run() {
     const int lane = arch::lane_idx(), mover = min_of(lane, num_movers_ - 1);
@@ -48,8 +50,8 @@ class StagedPublisher {
         while (arch::any(kFullMask, num_landed != num_published)) {
           const bool has_item = lane == mover && num_landed != num_published;
           const int item = has_item ? landed.items[mover][num_published % LandedItems::kDepth] : -1;
-          if (has_item && lane < args_.num_senders) publish_rows(item);
-          publish_sums(lane >= args_.num_senders ? item : -1);
+          if (has_item && lane < num_local_senders_) publish_rows(item);
+          publish_sums(lane >= num_local_senders_ ? item : -1);
           if (num_landed != num_published) ++num_published;
         }
         // pairs with: LandedItems::post — the items have been read
@@ -77,7 +79,7 @@ class StagedPublisher {
     int num_rows = 0;
     if (item >= 0) {
       const int node = item / kMaxRailChunks, chunk = item % kMaxRailChunks;
-      num_rows = chunks_of(node).rows_of(chunk);
+      num_rows = entry_->tables.chunks_of(args_, node).rows_of(chunk);
       uint32_t* added = reinterpret_cast<uint32_t*>(args_.world.bases[args_.world.rank] +
                                                     tier.layout.added_of(node, chunk));
       is_complete = arch::atomic_add_relaxed_gpu(added, 1u) + 1 == static_cast<uint32_t>(num_rows);
@@ -110,7 +112,8 @@ class StagedPublisher {
   DC_DEVICE void put_sums(int node, int chunk, uint32_t num_bytes) const {
     const RailTier& tier = args_.tiers.rail;
     const StagingPlan plan(args_, entry_->tables);
-    const int first = chunk * chunks_of(node).chunk_rows, qp = tier.landed_qp(chunk);
+    const int first = chunk * entry_->tables.chunks_of(args_, node).chunk_rows;
+    const int qp = tier.landed_qp(chunk);
     arch::rail_put_warp(tier.port, node, qp,
                         staging_at_node(contexts_.rail, tier, node) +
                             static_cast<size_t>(first) * args_.message.slot_bytes(),
@@ -120,15 +123,12 @@ class StagedPublisher {
     arch::rail_signal(tier.port, node, qp, tier.layout.landed_of(tier.node, chunk),
                       Tagged::pack(contexts_.rail.generation, 1));
   }
-  DC_DEVICE RailChunks chunks_of(int node) const {
-    const int32_t* forwarded = entry_->tables.forwarded;
-    return RailChunks::of(forwarded[node + 1] - forwarded[node], args_.num_rail_send_tokens);
-  }
 
   const TierContexts& contexts_;
   const InternodeCombineArgs& args_;
   StagedEntry* entry_;
   int num_movers_;
+  int num_local_senders_;  // the first movers: their rows stay in the node
 };
 
 // Staged mode, the warps that do not send.

@@ -4,54 +4,10 @@
 // reaches the rail, whatever waits for whom.
 #pragma once
 
+#include "device/internode/combine_forward_order.cuh"
 #include "device/internode/combine_staged_rows.cuh"
-#include "device/sync/work_queue.cuh"
 
 namespace deep_comm {
-
-// Rows that this rank adds for other nodes, for an AskedQueue of forwarding warps: one rail chunk
-// after the other, the nodes in rotation.
-class ForwardedRows {
- public:
-  static constexpr int kEnd = -1, kNone = -2;
-  static constexpr int kNodeShift = 25;
-
-  DC_DEVICE ForwardedRows(const InternodeCombineArgs& args, const StagedTables& tables)
-      : args_(&args), tables_(&tables) {
-    int num_rounds = 0;
-    for (int node = 0; node < args.tiers.num_nodes(); ++node) {
-      if (node == args.tiers.rail.node) continue;
-      const RailChunks chunks = chunks_of(node);
-      num_rounds = max_of(num_rounds, chunks.num_chunks());
-      most_rows_ = max_of(most_rows_, chunks.chunk_rows);
-    }
-    num_items_ = static_cast<uint32_t>(num_rounds) * (args.tiers.num_nodes() - 1) * most_rows_;
-  }
-
-  // Returns node << kNodeShift | row among those for the node.
-  DC_DEVICE int at(uint32_t number) const {
-    if (number >= num_items_) return kEnd;
-    const int num_nodes = args_->tiers.num_nodes();
-    const int chunk_idx = static_cast<int>(number) / most_rows_;
-    const int row_of_chunk = static_cast<int>(number) % most_rows_;
-    const int node = (args_->tiers.rail.node + 1 + chunk_idx % (num_nodes - 1)) % num_nodes;
-    const RailChunks chunks = chunks_of(node);
-    const int row = chunk_idx / (num_nodes - 1) * chunks.chunk_rows + row_of_chunk;
-    const bool is_row = row_of_chunk < chunks.chunk_rows && row < chunks.num_rows;
-    return is_row ? node << kNodeShift | row : kNone;
-  }
-
- private:
-  DC_DEVICE RailChunks chunks_of(int node) const {
-    return RailChunks::of(tables_->forwarded[node + 1] - tables_->forwarded[node],
-                          args_->num_rail_send_tokens);
-  }
-
-  const InternodeCombineArgs* args_;
-  const StagedTables* tables_;
-  int most_rows_ = 1;
-  uint32_t num_items_ = 0;
-};
 
 // One warp: adds the rows that cross to other nodes.
 template <Dtype kDtype>
@@ -65,16 +21,8 @@ class SumForwarder {
         mover_(args.num_senders + adder),
         rows_(entry->rows(adder)),
         local_(contexts.node, args, entry->tables),
-        items_(ForwardedRows(args, entry->tables),
-               &taken_work(contexts.node)->num_chunks[args.world.rank]) {
-    const RailTier& tier = args.tiers.rail;
-    const int lane = arch::lane_idx();  // handles this node
-    if (lane >= tier.num_nodes() || lane == tier.node) return;
-    const StagingPlan plan(args, entry->tables);
-    uint8_t* near = near_segment(args.world, tier, lane);
-    target_ = near != nullptr ? near + staging_at_node(contexts.rail, tier, lane)
-                              : plan.slot(plan.to_node(lane));
-  }
+        items_(ForwardedRows::ask(contexts.node, args, entry->tables)),
+        target_(sums_target(contexts.rail, args, entry->tables)) {}
 
   DC_DEVICE void run() {
     look_up(0);
@@ -82,16 +30,15 @@ class SumForwarder {
     for (;; ++num_done) {
       const int item = items_.at(num_done);
       if (item < 0) break;
-      const int node = item >> ForwardedRows::kNodeShift;
-      const int row = item & ((1 << ForwardedRows::kNodeShift) - 1);
+      const int node = ForwardedRows::node_of(item), row = ForwardedRows::row_of(item);
       const int place = place_;
       look_up(num_done + 1);  // while this row is added
       bool ok = true;
       const uint8_t* part = local_.await_row(node, place, &ok);
       if (!arch::all(kFullMask, ok)) break;
       add_row(node, row, place, part);
-      const int chunk = row / chunks_of(node).chunk_rows;
-      if (!entry_->landed.post(contexts_.node, mover_, num_done, node * kMaxRailChunks + chunk))
+      if (!entry_->landed.post(contexts_.node, mover_, num_done,
+                               ForwardedRows::sum_item(args_, entry_->tables, node, row)))
         break;
       if (arch::lane_idx() == 0) entry_->progress.report(mover_, num_done + 1);
     }
@@ -99,16 +46,11 @@ class SumForwarder {
   }
 
  private:
-  DC_DEVICE RailChunks chunks_of(int node) const {
-    const int32_t* forwarded = entry_->tables.forwarded;
-    return RailChunks::of(forwarded[node + 1] - forwarded[node], args_.num_rail_send_tokens);
-  }
   DC_DEVICE void look_up(uint32_t index) {
     const int item = items_.at(index);
     place_ = -1;
     if (item < 0) return;
-    const int node = item >> ForwardedRows::kNodeShift;
-    const int row = item & ((1 << ForwardedRows::kNodeShift) - 1);
+    const int node = ForwardedRows::node_of(item), row = ForwardedRows::row_of(item);
     place_ = local_.look_up(node, channel_of_row(args_, node, row),
                             entry_->tables.forwarded[node] + row);
   }
@@ -142,7 +84,7 @@ class SumForwarder {
   const uint8_t** rows_;
   LocalRows local_;
   AskedQueue<ForwardedRows> items_;
-  uint8_t* target_ = nullptr;  // lane n: the first row for node n
+  uint8_t* target_;
   int place_ = -1;
 };
 

@@ -1,9 +1,16 @@
-// combine, staged mode, inside the node: every row of x is sent to its slot at the local rank that
-// forwarded it. Chunks are dealt while the kernel runs. Those that cross to other nodes come first,
-// the nodes in rotation, so that all of them get sums from the start. Those of this node's own
-// tokens follow.
+// combine, staged mode, the warps that move rows of x as they are, in chunks that are dealt while
+// the kernel runs.
+//
+// Several ranks per node: every row goes to its slot at the local rank that forwarded it. Those that
+// cross to other nodes come first, the nodes in rotation, so that all of them get sums from the
+// start. Those of this node's own tokens follow.
+//
+// One rank per node: a row is its node's whole sum. It goes to its slot at the owner's node, and
+// there is nothing to add before that. The bits are those of a sum of one row: rounding it would
+// only make 0 of -0, and the owner's sum, which begins with 0, does so too.
 #pragma once
 
+#include "device/internode/combine_forward_order.cuh"
 #include "device/internode/combine_staging.cuh"
 #include "device/layout/message.cuh"
 #include "device/move/stage_pipe.cuh"
@@ -92,38 +99,112 @@ class TakeReturn {
   ReturnOrder order_;
 };
 
-// One warp: sends the chunks it takes. Loads begin before the peers have arrived (begin), stores
-// after that (run).
-class ReturnSender {
+// Rows that a sending warp moves to one place.
+struct SentChunk {
+  int peer;      // local rank, or node
+  int item;      // for the publisher
+  int first;     // row, among those that go to the peer
+  int num_rows;  // 0: there is no more
+  int64_t x_row;
+};
+
+// For a RowSender, with several ranks per node.
+class RowsToRanks {
  public:
-  DC_DEVICE ReturnSender(const Context& node, const InternodeCombineArgs& args, StagedEntry* entry,
-                         StagePipe& pipe, int sender)
-      : context_(node),
+  static constexpr bool kCrosses = false;
+
+  DC_DEVICE RowsToRanks(const TierContexts& contexts, const InternodeCombineArgs& args,
+                        const StagedTables& tables, int sender)
+      : contexts_(contexts),
+        args_(args),
+        tables_(tables),
+        items_(TakeReturn(contexts.node, args, tables, sender + arch::block_idx())) {}
+
+  // The index-th chunk of this warp.
+  DC_DEVICE SentChunk chunk_at(uint32_t index) {
+    const int item = items_.at(index);
+    if (item < 0) return {-1, 0, 0, 0, 0};
+    const int peer = item >> TakeReturn::kPeerShift;
+    const ReturnOrder::Chunk chunk =
+        ReturnOrder(args_, tables_, peer).at(item & ((1 << TakeReturn::kPeerShift) - 1));
+    return {peer, peer * kMaxPairChunks + chunk.number, chunk.first, chunk.num_rows,
+            static_cast<int64_t>(tables_.x_starts[peer][chunk.node]) + chunk.first -
+                tables_.returned[peer][chunk.node]};
+  }
+  // Lane j: where the rows for peer j begin. After enter_combine.
+  DC_DEVICE uint8_t* target() const {
+    const int lane = arch::lane_idx();
+    const bool is_peer = lane < args_.world.num_ranks && lane != args_.world.rank;
+    return is_peer ? staging_at_local(contexts_.node, lane) : nullptr;
+  }
+
+ private:
+  const TierContexts& contexts_;
+  const InternodeCombineArgs& args_;
+  const StagedTables& tables_;
+  WorkQueue<TakeReturn> items_;
+};
+
+// The same with one rank per node: the rows of x that came from a node lie in the order of their
+// slots there.
+class RowsToNodes {
+ public:
+  static constexpr bool kCrosses = true;
+
+  DC_DEVICE RowsToNodes(const TierContexts& contexts, const InternodeCombineArgs& args,
+                        const StagedTables& tables, int)
+      : contexts_(contexts),
+        args_(args),
+        tables_(tables),
+        items_(ForwardedRows::ask(contexts.node, args, tables)) {}
+
+  DC_DEVICE SentChunk chunk_at(uint32_t index) {
+    const int item = items_.at(index);
+    if (item < 0) return {-1, 0, 0, 0, 0};
+    const int node = ForwardedRows::node_of(item), row = ForwardedRows::row_of(item);
+    return {node, ForwardedRows::sum_item(args_, tables_, node, row), row, 1,
+            static_cast<int64_t>(tables_.x_starts[0][node]) + row};
+  }
+  DC_DEVICE uint8_t* target() const { return sums_target(contexts_.rail, args_, tables_); }
+
+ private:
+  const TierContexts& contexts_;
+  const InternodeCombineArgs& args_;
+  const StagedTables& tables_;
+  AskedQueue<ForwardedRows> items_;
+};
+
+// One warp: sends the chunks it takes. Loads begin before the peers have arrived (begin), stores
+// after that (run). Chunks: RowsToRanks or RowsToNodes.
+template <class Chunks>
+class RowSender {
+ public:
+  DC_DEVICE RowSender(const TierContexts& contexts, const InternodeCombineArgs& args,
+                      StagedEntry* entry, StagePipe& pipe, int sender)
+      : context_(contexts.node),
         args_(args),
         entry_(entry),
         pipe_(pipe),
         sender_(sender),
         meta_bytes_(align_up(4 * args.message.num_topk, 16)),
         pieces_(Pieces::of(args.message.row_bytes, args.stage)),
-        items_(TakeReturn(node, args, entry->tables, sender + arch::block_idx())) {}
+        chunks_(contexts, args, entry->tables, sender) {}
 
   DC_DEVICE void begin() {
-    load_.chunk = chunk_at(0);
+    load_.chunk = chunks_.chunk_at(0);
     while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
   }
 
   DC_DEVICE void run() {
     const int lane = arch::lane_idx();
-    const bool is_peer = lane < args_.world.num_ranks && lane != args_.world.rank;
-    const uint64_t my_base =
-        is_peer ? reinterpret_cast<uint64_t>(staging_at_local(context_, lane)) : 0;
+    const auto target = reinterpret_cast<uint64_t>(chunks_.target());
     const size_t slot_bytes = args_.message.slot_bytes();
     uint32_t num_chunks = 0;
-    for (Chunk chunk = chunk_at(0); chunk.num_rows > 0; chunk = chunk_at(num_chunks)) {
-      has_failed_ = !entry_->landed.post(context_, sender_, num_chunks,
-                                         chunk.peer * kMaxPairChunks + chunk.number);
+    for (SentChunk chunk = chunks_.chunk_at(0); chunk.num_rows > 0;
+         chunk = chunks_.chunk_at(num_chunks)) {
+      has_failed_ = !entry_->landed.post(context_, sender_, num_chunks, chunk.item);
       if (has_failed_) break;
-      uint8_t* base = reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, my_base, chunk.peer));
+      uint8_t* base = reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, target, chunk.peer));
       base += static_cast<size_t>(chunk.first) * slot_bytes;
       for (int row = 0; row < chunk.num_rows; ++row)
         store_row(chunk.x_row + row, base + row * slot_bytes);
@@ -146,32 +227,12 @@ class ReturnSender {
   }
 
  private:
-  struct Chunk {
-    int peer;
-    int number;
-    int first;  // row, among those that return to the peer
-    int num_rows;
-    int64_t x_row;
-  };
   struct LoadCursor {
-    Chunk chunk;
+    SentChunk chunk;
     uint32_t index = 0;
     int row = 0;
     int piece = 0;
   };
-
-  // The index-th chunk of this warp; without rows after the last.
-  DC_DEVICE Chunk chunk_at(uint32_t index) {
-    const int item = items_.at(index);
-    if (item < 0) return {-1, 0, 0, 0, 0};
-    const int peer = item >> TakeReturn::kPeerShift;
-    const ReturnOrder::Chunk chunk =
-        ReturnOrder(args_, entry_->tables, peer).at(item & ((1 << TakeReturn::kPeerShift) - 1));
-    const StagedTables& tables = entry_->tables;
-    return {peer, chunk.number, chunk.first, chunk.num_rows,
-            static_cast<int64_t>(tables.x_starts[peer][chunk.node]) + chunk.first -
-                tables.returned[peer][chunk.node]};
-  }
 
   DC_DEVICE void load_next() {
     if (load_.chunk.num_rows == 0) return;
@@ -188,7 +249,7 @@ class ReturnSender {
     load_.piece = 0;
     if (++load_.row < load_.chunk.num_rows) return;
     load_.row = 0;
-    load_.chunk = chunk_at(++load_.index);
+    load_.chunk = chunks_.chunk_at(++load_.index);
   }
 
   DC_DEVICE void store_row(int64_t x_row, uint8_t* slot) {
@@ -242,7 +303,7 @@ class ReturnSender {
   int sender_;
   int meta_bytes_;
   Pieces pieces_;
-  WorkQueue<TakeReturn> items_;
+  Chunks chunks_;
   LoadCursor load_;
   uint32_t ends_ = 0;  // lane i: stores up to the end of the last chunk whose index is i modulo 32
   uint32_t num_landed_ = 0;

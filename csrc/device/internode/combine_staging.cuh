@@ -44,7 +44,7 @@ struct StagedTables {
   int32_t num_rounds[kMaxRanks];                     // the most chunks of them for any other node
   int32_t received[kMaxRanks][kMaxStagedNodes + 1];  // rows that a local rank returns to this one
   PairChunks received_chunks[kMaxRanks];
-  int32_t forwarded[kMaxStagedNodes + 1];  // rows that this rank adds
+  int32_t forwarded[kMaxStagedNodes + 1];  // rows that this rank forwards
   int32_t sent[kMaxStagedNodes];           // this rank's tokens at a node
 
   // The whole block, before a barrier.
@@ -90,6 +90,10 @@ struct StagedTables {
       sent[node] = arch::ld_nc(args.node_channel_prefix + (node + 1) * num_channels - 1);
     }
     if (arch::thread_idx() == 0) forwarded[0] = 0;
+  }
+  // The rows that this rank forwards to `node`, in the chunks of their words.
+  DC_DEVICE RailChunks chunks_of(const InternodeCombineArgs& args, int node) const {
+    return RailChunks::of(forwarded[node + 1] - forwarded[node], args.num_rail_send_tokens);
   }
 };
 
