@@ -187,14 +187,23 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   args.placed = {message.row_bytes, message.scale_row_bytes, message.num_topk, num_local};
   args.staging = {tiers_.rail.layout.data, rail_ring_bytes_, num_nodes, args.placed.slot_bytes()};
   const bool is_quantised = args.source != nullptr;
-  args.num_send_warps = is_quantised ? tuning.num_tier_quantise_warps : tuning.num_tier_send_warps;
-  args.num_forward_warps = tuning.num_tier_forward_warps;
+  // With one rank per node, rows are forwarded only where the rail puts them.
+  const bool is_lone = num_local == 1;
+  args.num_forward_warps = is_lone ? 1 : tuning.num_tier_forward_warps;
+  if (is_quantised) {
+    args.num_send_warps = is_lone ? tuning.num_lone_quantise_warps : tuning.num_tier_quantise_warps;
+  } else {
+    args.num_send_warps = is_lone ? tuning.num_lone_send_warps : tuning.num_tier_send_warps;
+  }
   constexpr int kMaxWarps = InternodeDispatchKernel<true>::kMaxThreads / kWarpSize;
   constexpr int kMostSenders =
       max_of(Target::kTuning.num_tier_send_warps, Target::kTuning.num_tier_quantise_warps);
-  static_assert(kMostSenders <= LandedTokens::kMaxSenders);
-  static_assert(kMostSenders + Target::kTuning.num_tier_forward_warps + 2 <= kMaxWarps,
-                "one warp writes metadata, one publishes");
+  constexpr int kMostLone =
+      max_of(Target::kTuning.num_lone_send_warps, Target::kTuning.num_lone_quantise_warps);
+  static_assert(max_of(kMostSenders, kMostLone) <= LandedTokens::kMaxSenders);
+  static_assert(
+      max_of(kMostSenders + Target::kTuning.num_tier_forward_warps, kMostLone + 1) + 2 <= kMaxWarps,
+      "one warp publishes, one writes metadata");
   args.num_meta_warps = min_of(tuning.num_tier_meta_warps,
                                kMaxWarps - 1 - args.num_send_warps - args.num_forward_warps);
   const size_t entry_bytes = DirectEntry::num_bytes(num_nodes, num_local);

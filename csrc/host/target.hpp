@@ -88,6 +88,8 @@ struct Tuning {
   // two tiers, direct dispatch: warps of a block that send, forward, and, at most, write metadata
   int num_tier_send_warps;
   int num_tier_quantise_warps;  // that send, where they quantise
+  int num_lone_send_warps;      // the same with one rank per node
+  int num_lone_quantise_warps;
   int num_tier_forward_warps;
   int num_tier_meta_warps;
   int number_threads;  // number_rows

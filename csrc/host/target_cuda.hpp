@@ -41,6 +41,8 @@ class CudaTarget {
                                      .num_rail_sender_warps = 7,
                                      .num_tier_send_warps = 4,
                                      .num_tier_quantise_warps = 10,
+                                     .num_lone_send_warps = 8,
+                                     .num_lone_quantise_warps = 12,
                                      .num_tier_forward_warps = 3,
                                      .num_tier_meta_warps = 4,
                                      .number_threads = 512,

@@ -45,6 +45,8 @@ class HostTarget {
       .num_rail_sender_warps = 2,
       .num_tier_send_warps = 2,
       .num_tier_quantise_warps = 3,
+      .num_lone_send_warps = 3,
+      .num_lone_quantise_warps = 4,
       .num_tier_forward_warps = 2,
       .num_tier_meta_warps = 1,
       .number_threads = 64,

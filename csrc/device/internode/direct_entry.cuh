@@ -30,6 +30,7 @@ struct TierOutput {
 // Empty where a row may have to be put.
 struct StraightRows {
   uint8_t* x;
+  uint8_t* scales;
   int64_t num_rows;
 };
 
@@ -172,11 +173,14 @@ DC_DEVICE StraightRows straight_rows_at(const Context& context, const InternodeD
   const int parity = static_cast<int>(context.generation & 1u);
   const RailOutput* output = reinterpret_cast<const RailOutput*>(
       own_word(context.world, tier.layout.rail_output_of(node, parity)));
-  const int64_t start = arch::ld_weak(&output->start);
-  // recv_x stands first in the block: see OutputLayout.
-  uint8_t* x = near_segment(context.world, tier, node) +
-               static_cast<size_t>(arch::ld_weak(&output->output_line)) * kLineBytes;
-  return {x + start * args.message.row_bytes, arch::ld_weak(&output->num_rows) - start};
+  const int64_t start = arch::ld_weak(&output->start), num_rows = arch::ld_weak(&output->num_rows);
+  const OutputLayout layout =
+      OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
+                         args.message.num_topk, args.topk_idx_bytes);
+  uint8_t* block = near_segment(context.world, tier, node) +
+                   static_cast<size_t>(arch::ld_weak(&output->output_line)) * kLineBytes;
+  return {block + layout.x + start * args.message.row_bytes,
+          block + layout.scales + start * args.message.scale_row_bytes, num_rows - start};
 }
 
 // Block 0, one warp. False: a wait failed.

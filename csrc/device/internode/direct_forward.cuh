@@ -54,6 +54,11 @@ class RailRows {
   DC_DEVICE const int32_t* places_in(const uint8_t* slot) const {
     return reinterpret_cast<const int32_t*>(slot + args_.placed.slots_offset());
   }
+  // Whether a row, whose place at local rank `local` is `target`, lies there already: TokenSender at
+  // the node decides in the same way.
+  DC_DEVICE bool is_straight(int local, int target) const {
+    return entry_->is_near && local == args_.world.rank && target >= 0;
+  }
   // One lane: returns whether a row has arrived, with its metadata. With `waits`, waits for it first.
   DC_DEVICE bool has_arrived(int node, int row, bool waits) const {
     const RailChunks chunks = rail_chunks(args_, entry_->is_near, num_rows_from(args_, node));
@@ -169,9 +174,7 @@ class RowForwarder {
     return (load_.index + 1 - store_.index) * RailParts::kPartRows <=
            static_cast<uint32_t>(num_groups());
   }
-  // Finds where rows [begin, end) of that part belong. They have arrived. A row that this rank gets
-  // itself, if all rows are stored, lies in its final row here: TokenSender at the node decides in
-  // the same way.
+  // Finds where rows [begin, end) of that part belong. They have arrived.
   DC_DEVICE void find_targets(int begin, int end) {
     const int lane = arch::lane_idx(), group = lane / num_local();
     const int distance = group + num_groups() - group_of(load_.index, begin);
@@ -181,7 +184,7 @@ class RowForwarder {
     const int local = local_at(lane % num_local());
     const int32_t* places = rows_.places_in(rows_.slot(part.node, part.first + row));
     target_ = final_row(args_, entry_, part.node, local, arch::ld_weak(places + local));
-    if (entry_->is_near && local == args_.world.rank && target_ >= 0) target_ = kStraight - target_;
+    if (rows_.is_straight(local, target_)) target_ = kStraight - target_;
   }
   DC_DEVICE bool has_targets(const Cursor& cursor) const {
     const uint32_t lanes = arch::ballot(kFullMask, target_ >= 0) >> first_lane(cursor);

@@ -61,6 +61,8 @@ class OwnRows {
         args_.order.positions(first_ + idx, rank_mask, node() * args_.tiers.ranks_per_node());
     return OrderedPlace::pack(word, positions >> (4 * local) & 15u);
   }
+  DC_DEVICE bool is_straight(int, int) const { return false; }
+  DC_DEVICE const uint8_t* scales(int) const { return nullptr; }
   DC_DEVICE int expert(int idx, int k) const {
     return load_expert(args_.topk_idx, position(idx, k), args_.topk_idx_bytes);
   }
@@ -114,6 +116,9 @@ class ArrivedRows {
     return arch::ld_weak(reinterpret_cast<const float*>(slot(idx) + placed_.topk_weights_offset()) +
                          k);
   }
+  DC_DEVICE bool is_straight(int local, int target) const {
+    return rows_.is_straight(local, target);
+  }
   DC_DEVICE const uint8_t* scales(int idx) const { return slot(idx) + placed_.scales_offset(); }
 
  private:
@@ -140,6 +145,7 @@ class MetaWriter {
       num_rows_ = rows_.begin(number, part_rows);
       if (num_rows_ < 0) return;
       if (num_rows_ == 0) continue;
+      find_targets();
       load_scales(0);
       write_sources();
       write_selections();
@@ -161,16 +167,23 @@ class MetaWriter {
     return arch::shfl(kFullMask, target_, (row * args_.tiers.ranks_per_node() + local) % kWarpSize);
   }
 
-  // Finds the final rows, lane row * M + local that of a row at a local rank, and writes where the
-  // rows come from; for combine, also where it returns them.
-  DC_DEVICE void write_sources() {
+  // Finds the final rows, lane row * M + local that of a row at a local rank, and which of them need
+  // the scales.
+  DC_DEVICE void find_targets() {
+    const int num_local = args_.tiers.ranks_per_node();
+    const int row = arch::lane_idx() / num_local, local = arch::lane_idx() % num_local;
+    word_ = row < num_rows_ ? rows_.word(row, local) : -1;
+    target_ = final_row(args_, entry_, rows_.node(), local, word_);
+    needs_scales_ = arch::ballot(kFullMask, target_ >= 0 && !rows_.is_straight(local, target_));
+  }
+
+  // Writes where the rows come from; for combine, also where it returns them.
+  DC_DEVICE void write_sources() const {
     const int num_local = args_.tiers.ranks_per_node();
     const int row = arch::lane_idx() / num_local, local = arch::lane_idx() % num_local;
     const bool is_row = row < num_rows_;
-    const int word = is_row ? rows_.word(row, local) : -1;
-    const int source = is_row ? rows_.source(row) : -1;
+    const int word = word_, source = is_row ? rows_.source(row) : -1;
     const int row_of_node = is_row && args_.send_rank_head != nullptr ? rows_.row(row) : -1;
-    target_ = final_row(args_, entry_, rows_.node(), local, word);
     const uint32_t goes = arch::ballot(kFullMask, word >= 0);
     if (!is_row) return;
     const uint32_t rank_mask = goes >> (row * num_local) & ((1u << num_local) - 1);
@@ -210,18 +223,18 @@ class MetaWriter {
     }
   }
 
-  // Of columns [first, first + kColumns) of all rows, all under way together.
+  // Of columns [first, first + kColumns) of all rows that need them, all under way together.
   DC_DEVICE void load_scales(int first) {
-    if constexpr (Rows::kHaveScales) {
+    if (!Rows::kHaveScales || args_.num_scales == 0) return;
+    DC_UNROLL
+    for (int row = 0; row < kMaxPartRows; ++row) {
+      if (row >= num_rows_ || needing_scales(row) == 0) continue;
+      const uint8_t* scales = scales_of(row);
       DC_UNROLL
-      for (int row = 0; row < kMaxPartRows; ++row) {
-        DC_UNROLL
-        for (int idx = 0; idx < kScalesOfLane; ++idx) {
-          const int column = first + idx * kWarpSize + arch::lane_idx();
-          if (row >= num_rows_ || column >= args_.num_scales) continue;
-          load_element(&scales_[row][idx], rows_.scales(row) + column * args_.scale_bytes,
-                       args_.scale_bytes);
-        }
+      for (int idx = 0; idx < kScalesOfLane; ++idx) {
+        const int column = first + idx * kWarpSize + arch::lane_idx();
+        if (column >= args_.num_scales) continue;
+        load_element(&scales_[row][idx], scales + column * args_.scale_bytes, args_.scale_bytes);
       }
     }
   }
@@ -230,11 +243,9 @@ class MetaWriter {
     DC_UNROLL
     for (int row = 0; row < kMaxPartRows; ++row) {
       if (row >= num_rows_) continue;
-      for (int local = 0; local < args_.tiers.ranks_per_node(); ++local) {
-        const int64_t target = target_of(row, local);
-        if (target < 0) continue;
-        uint8_t* scales =
-            entry_->outputs[local].scales + target * args_.num_scales * args_.scale_bytes;
+      for (uint32_t rest = needing_scales(row); rest != 0; rest &= rest - 1) {
+        const int local = arch::ffs(rest) - 1;
+        uint8_t* scales = final_scales(row, local);
         DC_UNROLL
         for (int idx = 0; idx < kScalesOfLane; ++idx) {
           const int column = first + idx * kWarpSize + arch::lane_idx();
@@ -245,12 +256,30 @@ class MetaWriter {
       }
     }
   }
+  // A bit for each local rank that needs the row's scales.
+  DC_DEVICE uint32_t needing_scales(int row) const {
+    const int num_local = args_.tiers.ranks_per_node();
+    return needs_scales_ >> (row * num_local) & ((1u << num_local) - 1);
+  }
+  // All lanes.
+  DC_DEVICE uint8_t* final_scales(int row, int local) const {
+    return entry_->outputs[local].scales +
+           static_cast<int64_t>(target_of(row, local)) * args_.message.scale_row_bytes;
+  }
+  // All lanes: where a row's scales have come.
+  DC_DEVICE const uint8_t* scales_of(int row) const {
+    const int rank = args_.world.rank;
+    return rows_.is_straight(rank, target_of(row, rank)) ? final_scales(row, rank)
+                                                         : rows_.scales(row);
+  }
 
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
   Rows rows_;
-  int num_rows_ = 0;  // of the part
-  int target_ = -1;   // of this lane's row and rank
+  int num_rows_ = 0;           // of the part
+  int word_ = -1;              // of this lane's row and rank: where it belongs there
+  int target_ = -1;            // and its final row
+  uint32_t needs_scales_ = 0;  // a bit for each lane
   uint64_t scales_[kMaxPartRows][kScalesOfLane];
 };
 

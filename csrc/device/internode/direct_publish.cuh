@@ -93,7 +93,8 @@ class RowPublisher {
     }
   }
 
-  // First one row per lane, then one selection per lane.
+  // First one row per lane, then one selection per lane, with the loads of a few steps under way
+  // together.
   DC_DEVICE void write_metas(const Pair& pair) const {
     const PlacedRailMessage& parts = args_.placed;
     const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
@@ -114,20 +115,37 @@ class RowPublisher {
       arch::st_weak(reinterpret_cast<int32_t*>(slot + parts.src_idx_offset()),
                     static_cast<int32_t>(pair.token));
     }
-    const int num_pairs = arch::popc(arch::ballot(kFullMask, pair.token >= 0));
-    for (int base = 0; base < num_pairs * parts.num_topk; base += kWarpSize) {
-      const int idx = base + arch::lane_idx(), k = idx % parts.num_topk;
-      const int lane = idx / parts.num_topk % kWarpSize;
-      const int64_t token = arch::shfl(kFullMask, pair.token, lane);
-      uint8_t* meta =
-          reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), lane));
-      if (idx >= num_pairs * parts.num_topk || meta == nullptr) continue;
-      const int64_t position = token * parts.num_topk + k;
-      arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset()) + k,
-                    load_expert(args_.topk_idx, position, args_.topk_idx_bytes));
-      arch::st_weak(
-          reinterpret_cast<float*>(meta + parts.topk_weights_offset()) + k,
-          args_.topk_weights != nullptr ? arch::ld_nc(args_.topk_weights + position) : 0.0f);
+    constexpr int kSteps = 4;
+    const int num_selections =
+        arch::popc(arch::ballot(kFullMask, pair.token >= 0)) * parts.num_topk;
+    for (int base = 0; base < num_selections; base += kSteps * kWarpSize) {
+      uint8_t* metas[kSteps];
+      int experts[kSteps];
+      float weights[kSteps];
+      DC_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        const int idx = base + step * kWarpSize + arch::lane_idx();
+        const int lane = idx / parts.num_topk % kWarpSize;
+        const int64_t token = arch::shfl(kFullMask, pair.token, lane);
+        metas[step] = reinterpret_cast<uint8_t*>(
+            arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), lane));
+        if (idx >= num_selections) metas[step] = nullptr;
+        if (metas[step] == nullptr) continue;
+        const int64_t position = token * parts.num_topk + idx % parts.num_topk;
+        experts[step] = load_expert(args_.topk_idx, position, args_.topk_idx_bytes);
+        weights[step] =
+            args_.topk_weights != nullptr ? arch::ld_nc(args_.topk_weights + position) : 0.0f;
+      }
+      DC_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        const int k = (base + step * kWarpSize + arch::lane_idx()) % parts.num_topk;
+        uint8_t* meta = metas[step];
+        if (meta == nullptr) continue;
+        arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset()) + k,
+                      experts[step]);
+        arch::st_weak(reinterpret_cast<float*>(meta + parts.topk_weights_offset()) + k,
+                      weights[step]);
+      }
     }
   }
 

@@ -2,8 +2,8 @@
 // this node, and once for each of its other nodes: into its slot, there or here, or straight to its
 // final row at the rank of this local index there. Straight where all rows between nodes are stored
 // and that rank is among the destinations. A lane serves a destination. Quantised: the warp casts a
-// row to FP8 once, so all destinations get the same bytes. The warp stores the scales as well; all
-// other metadata is written by other warps: direct_meta.cuh, direct_publish.cuh.
+// row to FP8 once, so all destinations get the same bytes. Scales go where their row goes; all other
+// metadata is written by other warps: direct_meta.cuh, direct_publish.cuh.
 #pragma once
 
 #include <type_traits>
@@ -48,11 +48,11 @@ using Tokens = AskedQueue<Numbered>;  // of one sending warp
 // the methods.
 class LoadedPieces {
  public:
-  DC_DEVICE explicit LoadedPieces(const InternodeDispatchArgs& args)
+  DC_DEVICE LoadedPieces(const InternodeDispatchArgs& args, int sender)
       : x_(args.x),
         row_bytes_(args.message.row_bytes),
         pieces_(Pieces::of(row_bytes_, args.send_stage)),
-        pipe_(make_tier_pipe(args, args.send_stage, 0, 0, arch::warp_idx())) {}
+        pipe_(make_tier_pipe(args, args.send_stage, 0, 0, sender)) {}
 
   DC_DEVICE void begin(Tokens& tokens) {
     while (tokens.at(load_index_) >= 0 && pipe_.can_load()) load_next(tokens);
@@ -106,11 +106,11 @@ class LoadedPieces {
 // loaded ahead.
 class CastPieces {
  public:
-  DC_DEVICE explicit CastPieces(const InternodeDispatchArgs& args)
+  DC_DEVICE CastPieces(const InternodeDispatchArgs& args, int sender)
       : source_(args.source),
         row_bytes_(args.message.row_bytes),
-        stages_(arch::dynamic_smem() + arch::warp_idx() * args.send_stage.warp_bytes(),
-                args.send_stage, Pieces::of(row_bytes_, args.send_stage), args.scale_format) {}
+        stages_(arch::dynamic_smem() + sender * args.send_stage.warp_bytes(), args.send_stage,
+                Pieces::of(row_bytes_, args.send_stage), args.scale_format) {}
 
   DC_DEVICE void begin(Tokens& tokens) {
     if (tokens.at(0) >= 0) cast(tokens.at(0), 0, false);
@@ -141,14 +141,16 @@ class CastPieces {
 template <bool kIsQuantised>
 class TokenSender {
  public:
-  DC_DEVICE TokenSender(const Context& node, const InternodeDispatchArgs& args, DirectEntry* entry)
+  DC_DEVICE TokenSender(const Context& node, const InternodeDispatchArgs& args, DirectEntry* entry,
+                        int sender)
       : context_(node),
         args_(args),
         entry_(entry),
-        tokens_(ask_for_items(&taken_work(node)->num_tokens, args.num_tokens, arch::warp_idx(),
+        sender_(sender),
+        tokens_(ask_for_items(&taken_work(node)->num_tokens, args.num_tokens, sender,
                               args.num_send_warps)),
         pieces_(Pieces::of(args.message.row_bytes, args.send_stage)),
-        rows_(args),
+        rows_(args, sender),
         num_targets_(args.tiers.ranks_per_node() + args.tiers.num_nodes() - 1),
         is_storing_(arch::lane_idx() < num_targets_) {}
 
@@ -164,7 +166,7 @@ class TokenSender {
       const int next = tokens_.at(index + 1);
       const Place next_place = place_at(target, next);  // ahead: it costs a trip to memory
       uint8_t* dst = dst_of(target, place);
-      uint8_t* scales_dst = target.scales_of(place.row);
+      uint8_t* scales_dst = scales_of(target, place);
       InputScales scales;
       if constexpr (!kIsQuantised) scales.load(args_, token);
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
@@ -185,7 +187,7 @@ class TokenSender {
     }
     rows_.drain();
     arch::sync_warp();  // all lanes' stores have landed
-    if (lane == 0) entry_->progress.finish(arch::warp_idx(), has_failed_ ? num_landed_ : index);
+    if (lane == 0) entry_->progress.finish(sender_, has_failed_ ? num_landed_ : index);
   }
 
   // Instead of run. A block barrier follows.
@@ -255,17 +257,21 @@ class TokenSender {
     }
     return place;
   }
-  // Where the row itself belongs. A node's rank of this local index gets it in its final row, from
-  // where it hands it on; RowForwarder decides in the same way. Otherwise, like the metadata and
-  // scales of every row for a node, it goes to its slot.
+  // A node's rank of this local index gets a row and its scales in its final row, from where it hands
+  // them on; RailRows::is_straight decides in the same way. Otherwise, like the metadata of every row
+  // for a node, they go to its slot.
+  DC_DEVICE bool is_straight(const Target& target, const Place& place) const {
+    return place.straight >= 0 && place.straight < entry_->straight_rows()[target.column].num_rows;
+  }
   DC_DEVICE uint8_t* dst_of(const Target& target, const Place& place) const {
-    if (place.straight >= 0) {
-      const StraightRows& straight = entry_->straight_rows()[target.column];
-      if (place.straight < straight.num_rows) {
-        return straight.x + static_cast<size_t>(place.straight) * args_.message.row_bytes;
-      }
-    }
-    return target.row_of(place.row);
+    if (!is_straight(target, place)) return target.row_of(place.row);
+    return entry_->straight_rows()[target.column].x +
+           static_cast<size_t>(place.straight) * args_.message.row_bytes;
+  }
+  DC_DEVICE uint8_t* scales_of(const Target& target, const Place& place) const {
+    if (!is_straight(target, place)) return target.scales_of(place.row);
+    return entry_->straight_rows()[target.column].scales +
+           static_cast<size_t>(place.straight) * args_.message.scale_row_bytes;
   }
 
   // Stores a piece from its stage to all destinations: one bulk group per lane, even without a
@@ -287,7 +293,7 @@ class TokenSender {
   }
   DC_DEVICE uint8_t* far_scales(int idx, int token) const {
     const Target target = target_at(idx);
-    return target.scales_of(place_at(target, token).row);
+    return scales_of(target, place_at(target, token));
   }
   // All lanes: the idx-th destination's pointer; each lane passes its own.
   DC_DEVICE static uint8_t* of_lane(uint8_t* own, int idx) {
@@ -312,11 +318,11 @@ class TokenSender {
         const uint32_t wanted = index + 1 - LandedTokens::kDepth;
         uint32_t seen = 0;
         ok = await<Scope::kCta>(
-            context_, &landed.num_published[arch::warp_idx()],
+            context_, &landed.num_published[sender_],
             {Stage::kRetire, Word::kProgress, args_.world.rank, -1}, wanted,
             [=](uint32_t value) { return value >= wanted; }, &seen);
       }
-      landed.tokens[arch::warp_idx()][index % LandedTokens::kDepth] = token;
+      landed.tokens[sender_][index % LandedTokens::kDepth] = token;
     }
     ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
     has_failed_ = !ok;
@@ -337,12 +343,13 @@ class TokenSender {
     num_landed_ = num_landed;
     if (is_storing_) left.wait();
     arch::sync_warp();  // every lane's rows have landed, and its scales are stored
-    if (arch::lane_idx() == 0) entry_->progress.report(arch::warp_idx(), num_landed);
+    if (arch::lane_idx() == 0) entry_->progress.report(sender_, num_landed);
   }
 
   const Context& context_;
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
+  int sender_;
   Tokens tokens_;
   Pieces pieces_;
   std::conditional_t<kIsQuantised, CastPieces, LoadedPieces> rows_;

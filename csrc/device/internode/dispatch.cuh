@@ -140,10 +140,9 @@ DC_DEVICE void dispatch_by_tier_rings(const TierContexts& contexts,
 // outputs lie in its receive region, the mode is probably direct.
 template <bool kIsQuantised>
 DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeDispatchArgs& args,
-                              DirectEntry* entry) {
-  TokenSender<kIsQuantised> sender(contexts.node, args, entry);
+                              DirectEntry* entry, int sender_idx) {
+  TokenSender<kIsQuantised> sender(contexts.node, args, entry, sender_idx);
   sender.begin();
-  if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
   arch::sync_block_apart();
   if (entry->mode == TierMode::kDirect) {
     sender.run();
@@ -162,8 +161,9 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   if ((args.is_early || args.fill_tail) && notify_has_failed(args.world)) return;
   DirectEntry* entry = DirectEntry::of(args);
   entry->reset(args.tiers);
-  if (args.output_line != 0 && arch::warp_idx() < args.num_send_warps) {
-    enter_and_send<kIsQuantised>(contexts, args, entry);
+  const int sender = arch::warp_idx() - 1;
+  if (args.output_line != 0 && sender >= 0 && sender < args.num_send_warps) {
+    enter_and_send<kIsQuantised>(contexts, args, entry, sender);
   } else {
     if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
     arch::sync_block_apart();

@@ -10,9 +10,9 @@
 // The last of these, straight rows: if all rows between nodes are stored, and for a row that (n', l)
 // gets itself. Its slot has the metadata alone.
 //
-// grid   any number of blocks, roles by warp: [0, S) send the tokens they take; the next F forward
-//        the rows they take; then some write metadata, of rows for the own node and of forwarded
-//        ones; one writes metadata into slots and publishes
+// grid   any number of blocks, roles by warp: the first enters, then publishes; the next S send the
+//        tokens they take; the next F forward the rows they take; then some write metadata, of rows
+//        for the own node and of forwarded ones
 // smem   stages of senders, of forwarders, their mbarriers, DirectEntry
 // words  landed[n][chunk]      · owner: receiver · written by node n's publisher, after the rows,
 //                                stored or put on the queue of the chunk
@@ -40,21 +40,21 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
   const bool forwards = !entry->is_near || args.tiers.ranks_per_node() > 1;
   const int num_forwarders = forwards ? args.num_forward_warps : 0;
   const int num_meta_warps = args.num_forward_warps + args.num_meta_warps - num_forwarders;
-  const int forwarder = arch::warp_idx() - args.num_send_warps;
+  const int forwarder = arch::warp_idx() - 1 - args.num_send_warps;
   const int meta = forwarder - num_forwarders;
-  if (forwarder < num_forwarders) {
-    RowForwarder(contexts.rail, args, entry, forwarder).run();
-    note_in_warp(contexts.node, TraceStep::kForwarded);
-  } else if (meta < num_meta_warps) {
-    write_metadata(contexts, args, entry, meta, num_meta_warps);
-    note_in_warp(contexts.node, TraceStep::kForwarded);
-  } else if (meta == num_meta_warps) {
+  if (arch::warp_idx() == 0) {
     const bool is_early = arch::fault(Fault::kEarlyRailDone);
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     RowPublisher(contexts.node, args, entry).run();
     note_in_warp(contexts.node, TraceStep::kSent);
     // Block 0 announced itself before the block barrier. Since then only the publisher posts.
     if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
+  } else if (forwarder < num_forwarders) {
+    RowForwarder(contexts.rail, args, entry, forwarder).run();
+    note_in_warp(contexts.node, TraceStep::kForwarded);
+  } else if (meta < num_meta_warps) {
+    write_metadata(contexts, args, entry, meta, num_meta_warps);
+    note_in_warp(contexts.node, TraceStep::kForwarded);
   }
 }
 

@@ -42,6 +42,7 @@ struct SumOrder {
   // Where each term of `present` (a bit each, at most 8, from `first` on) stands in the order of
   // `token`: four bits each. Terms without a selection come first.
   DC_DEVICE uint32_t positions(int token, uint32_t present, int first = 0) const {
+    if ((present & (present - 1)) == 0) return 0;  // one term
     uint32_t positions = 0, rest = present;
     int position = arch::popc(present);
     const auto place = [&](int term) {
