@@ -188,8 +188,9 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   args.staging = {tiers_.rail.layout.data, rail_ring_bytes_, num_nodes, args.placed.slot_bytes()};
   const bool is_quantised = args.source != nullptr;
   // With one rank per node, rows are forwarded only where the rail puts them.
+  constexpr int kLoneForwardWarps = 1;
   const bool is_lone = num_local == 1;
-  args.num_forward_warps = is_lone ? 1 : tuning.num_tier_forward_warps;
+  args.num_forward_warps = is_lone ? kLoneForwardWarps : tuning.num_tier_forward_warps;
   if (is_quantised) {
     args.num_send_warps = is_lone ? tuning.num_lone_quantise_warps : tuning.num_tier_quantise_warps;
   } else {
@@ -202,7 +203,9 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
       max_of(Target::kTuning.num_lone_send_warps, Target::kTuning.num_lone_quantise_warps);
   static_assert(max_of(kMostSenders, kMostLone) <= LandedTokens::kMaxSenders);
   static_assert(
-      max_of(kMostSenders + Target::kTuning.num_tier_forward_warps, kMostLone + 1) + 2 <= kMaxWarps,
+      max_of(kMostSenders + Target::kTuning.num_tier_forward_warps, kMostLone + kLoneForwardWarps) +
+              2 <=
+          kMaxWarps,
       "one warp publishes, one writes metadata");
   args.num_meta_warps = min_of(tuning.num_tier_meta_warps,
                                kMaxWarps - 1 - args.num_send_warps - args.num_forward_warps);

@@ -90,7 +90,7 @@ struct Tuning {
   int num_tier_quantise_warps;  // that send, where they quantise
   int num_lone_send_warps;      // the same with one rank per node
   int num_lone_quantise_warps;
-  int num_tier_forward_warps;
+  int num_tier_forward_warps;  // one, with one rank per node
   int num_tier_meta_warps;
   int number_threads;  // number_rows
   int expand_rows_threads;

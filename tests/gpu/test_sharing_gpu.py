@@ -92,7 +92,6 @@ def test_low_latency_goes_on_without_the_killed(dead: tuple[int, ...]) -> None:
 def test_over_nvshmem(near: bool) -> None:
     cases = internode_cases(SHAPE, first_seed=2300, num_cases=8)
     cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
-    # One placement: the job of these processes, and with it each one's GPU, stays for all tests.
     on_two = functools.partial(
         over_nvshmem.run, near=near, devices=PLACES["nodes"], timeout_s=100.0
     )

@@ -36,11 +36,12 @@ def test_every_rank_gets_its_rows_and_sums(shape: tuple[int, int], near: bool) -
 @SHAPES
 @NEAR
 def test_rows_are_cast_once_and_bit_for_bit(shape: tuple[int, int], near: bool) -> None:
-    cases = quantised_cases(shape, 2700 + 10 * shape[0] + shape[1], num_cases=6)
+    cases = quantised_cases(shape, 2700 + 10 * shape[0] + shape[1], num_cases=12)
     check_on_one_device(QUANTISED, cases, near)
 
 
 @NEAR
 def test_many_tokens_at_a_model_shape(near: bool) -> None:
     check_on_one_device(ROUNDTRIP, [direct(model_case(2, 1, biases=2))], near)
-    check_on_one_device(QUANTISED, quantised_model_cases(2, 1)[1:], near)
+    without_rings = quantised_model_cases(2, 1)[1:]  # credit would wait for a turn again and again
+    check_on_one_device(QUANTISED, without_rings, near)

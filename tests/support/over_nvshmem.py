@@ -1,6 +1,7 @@
 """Ranks on GPUs of one host, as logical nodes, over NVSHMEM.
 
-A process has one NVSHMEM job, so such tests use processes of their own and all of them.
+A process has one NVSHMEM job for good, which takes in all processes of a pool and the GPU of each.
+So each placement has a pool of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ needs_nvshmem = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("deep_comm._nvshmem", "nvshmem")),
     reason="needs nvshmem4py and a build with the NVSHMEM module",
 )
-_pools: dict[int, processes.Pool] = {}
+_pools: dict[tuple[int, ...], processes.Pool] = {}  # by the devices of the ranks
 
 
 def run(
@@ -32,17 +33,18 @@ def run(
     """``near``: rows are stored straight into near nodes, else all goes through NVSHMEM's puts and
     signals. Rank r on device r unless ``devices`` says otherwise.
     """
-    if num_ranks not in _pools:
-        _pools[num_ranks] = processes.Pool(num_ranks)
-        atexit.register(_pools[num_ranks].close)
+    places = tuple(devices or range(num_ranks))
+    if places not in _pools:
+        _pools[places] = processes.Pool(num_ranks)
+        atexit.register(_pools[places].close)
     variables = {
         "DEEP_COMM_RAIL": "nvshmem", "DEEP_COMM_RAIL_NEAR": str(int(near)), "DEEP_COMM_POISON": "1",
     }  # fmt: skip
     try:
-        return _pools[num_ranks].run(
-            fn, num_ranks, *args, backend="gloo", devices=devices or range(num_ranks),
+        return _pools[places].run(
+            fn, num_ranks, *args, backend="gloo", devices=places,
             variables=variables, timeout_s=timeout_s,
         )  # fmt: skip
     except BaseException:
-        _pools.pop(num_ranks).close(kill=True)  # ranks may have left kernels or half a job behind
+        _pools.pop(places).close(kill=True)  # ranks may have left kernels or half a job behind
         raise

@@ -162,8 +162,8 @@ struct InternodeDispatchArgs {
   RailStaging staging;
   StageLayout send_stage;
   StageLayout forward_stage;
-  // of a block; then those that forward (or write metadata, where there is nothing to forward), those
-  // that write metadata, and the publisher
+  // of a block, after the warp that enters and publishes; then those that forward (or write metadata,
+  // where there is nothing to forward), and those that write metadata
   int num_send_warps;
   int num_forward_warps;
   int num_meta_warps;

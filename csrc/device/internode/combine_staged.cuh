@@ -12,7 +12,8 @@
 //        taken (num_chunks, own: rows to forward) · this rank · see sync/generation.cuh
 // waits  landed in the node: unblocked by the sender of the chunk, which waits only for its
 //        publisher, which waits for nobody. landed between nodes: by the node's forwarding warps,
-//        which wait only for rows of their node
+//        which wait only for rows of their node; with one rank per node by its sending warps, which
+//        wait only for their publisher
 #pragma once
 
 #include "device/internode/combine_staged_add.cuh"

@@ -166,6 +166,12 @@ DC_DEVICE void announce_straight_rows(const Context& context, const InternodeDis
   arch::st_weak(&output->num_rows, num_output_rows(args));
 }
 
+// Of a peer's outputs: its sizes are this rank's, as they are part of the operation's signature.
+DC_DEVICE OutputLayout layout_of_peer(const InternodeDispatchArgs& args, int64_t num_rows) {
+  return OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
+                            args.message.num_topk, args.topk_idx_bytes);
+}
+
 // What the rank of this local index at `node` has announced here. It has arrived.
 DC_DEVICE StraightRows straight_rows_at(const Context& context, const InternodeDispatchArgs& args,
                                         int node) {
@@ -174,9 +180,7 @@ DC_DEVICE StraightRows straight_rows_at(const Context& context, const InternodeD
   const RailOutput* output = reinterpret_cast<const RailOutput*>(
       own_word(context.world, tier.layout.rail_output_of(node, parity)));
   const int64_t start = arch::ld_weak(&output->start), num_rows = arch::ld_weak(&output->num_rows);
-  const OutputLayout layout =
-      OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
-                         args.message.num_topk, args.topk_idx_bytes);
+  const OutputLayout layout = layout_of_peer(args, num_rows);
   uint8_t* block = near_segment(context.world, tier, node) +
                    static_cast<size_t>(arch::ld_weak(&output->output_line)) * kLineBytes;
   return {block + layout.x + start * args.message.row_bytes,
@@ -228,9 +232,7 @@ DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& w
                                const TierAnnouncement* announcement) {
   const int64_t num_rows = arch::ld_weak(&announcement->num_rows);
   const uint32_t src_line = arch::ld_weak(&announcement->src_line);
-  const OutputLayout layout =
-      OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
-                         args.message.num_topk, args.topk_idx_bytes);
+  const OutputLayout layout = layout_of_peer(args, num_rows);
   uint8_t* block = world.bases[local] +
                    static_cast<size_t>(arch::ld_weak(&announcement->output_line)) * kLineBytes;
   uint8_t* sources =

@@ -54,8 +54,8 @@ class RailRows {
   DC_DEVICE const int32_t* places_in(const uint8_t* slot) const {
     return reinterpret_cast<const int32_t*>(slot + args_.placed.slots_offset());
   }
-  // Whether a row, whose place at local rank `local` is `target`, lies there already: TokenSender at
-  // the node decides in the same way.
+  // Whether a row whose final row at local rank `local` is `target` (-1: none) lies there already:
+  // TokenSender at the node decides in the same way.
   DC_DEVICE bool is_straight(int local, int target) const {
     return entry_->is_near && local == args_.world.rank && target >= 0;
   }

@@ -1,5 +1,6 @@
 // dispatch, direct mode: the metadata of rows at this node's ranks, of its own tokens from the inputs,
-// and of rows that have come over the rail from their slots. A warp writes that of a few rows at a
+// and of rows that have come over the rail from their slots; scales of straight rows from this rank's
+// final row. A warp writes that of a few rows at a
 // time: they share the trips to memory.
 #pragma once
 
@@ -61,8 +62,6 @@ class OwnRows {
         args_.order.positions(first_ + idx, rank_mask, node() * args_.tiers.ranks_per_node());
     return OrderedPlace::pack(word, positions >> (4 * local) & 15u);
   }
-  DC_DEVICE bool is_straight(int, int) const { return false; }
-  DC_DEVICE const uint8_t* scales(int) const { return nullptr; }
   DC_DEVICE int expert(int idx, int k) const {
     return load_expert(args_.topk_idx, position(idx, k), args_.topk_idx_bytes);
   }
@@ -174,7 +173,9 @@ class MetaWriter {
     const int row = arch::lane_idx() / num_local, local = arch::lane_idx() % num_local;
     word_ = row < num_rows_ ? rows_.word(row, local) : -1;
     target_ = final_row(args_, entry_, rows_.node(), local, word_);
-    needs_scales_ = arch::ballot(kFullMask, target_ >= 0 && !rows_.is_straight(local, target_));
+    if constexpr (Rows::kHaveScales) {
+      needs_scales_ = arch::ballot(kFullMask, target_ >= 0 && !rows_.is_straight(local, target_));
+    }
   }
 
   // Writes where the rows come from; for combine, also where it returns them.
@@ -225,33 +226,35 @@ class MetaWriter {
 
   // Of columns [first, first + kColumns) of all rows that need them, all under way together.
   DC_DEVICE void load_scales(int first) {
-    if (!Rows::kHaveScales || args_.num_scales == 0) return;
-    DC_UNROLL
-    for (int row = 0; row < kMaxPartRows; ++row) {
-      if (row >= num_rows_ || needing_scales(row) == 0) continue;
-      const uint8_t* scales = scales_of(row);
+    if constexpr (Rows::kHaveScales) {
       DC_UNROLL
-      for (int idx = 0; idx < kScalesOfLane; ++idx) {
-        const int column = first + idx * kWarpSize + arch::lane_idx();
-        if (column >= args_.num_scales) continue;
-        load_element(&scales_[row][idx], scales + column * args_.scale_bytes, args_.scale_bytes);
-      }
-    }
-  }
-  DC_DEVICE void store_scales(int first) const {
-    if (!Rows::kHaveScales || args_.num_scales == 0) return;
-    DC_UNROLL
-    for (int row = 0; row < kMaxPartRows; ++row) {
-      if (row >= num_rows_) continue;
-      for (uint32_t rest = needing_scales(row); rest != 0; rest &= rest - 1) {
-        const int local = arch::ffs(rest) - 1;
-        uint8_t* scales = final_scales(row, local);
+      for (int row = 0; row < kMaxPartRows; ++row) {
+        if (args_.num_scales == 0 || row >= num_rows_ || needing_scales(row) == 0) continue;
+        const uint8_t* scales = scales_of(row);
         DC_UNROLL
         for (int idx = 0; idx < kScalesOfLane; ++idx) {
           const int column = first + idx * kWarpSize + arch::lane_idx();
           if (column >= args_.num_scales) continue;
-          scatter_element(scales + column * args_.scale_bytes,
-                          reinterpret_cast<const uint8_t*>(&scales_[row][idx]), args_.scale_bytes);
+          load_element(&scales_[row][idx], scales + column * args_.scale_bytes, args_.scale_bytes);
+        }
+      }
+    }
+  }
+  DC_DEVICE void store_scales(int first) const {
+    if constexpr (Rows::kHaveScales) {
+      DC_UNROLL
+      for (int row = 0; row < kMaxPartRows; ++row) {
+        if (args_.num_scales == 0 || row >= num_rows_) continue;
+        for (uint32_t rest = needing_scales(row); rest != 0; rest &= rest - 1) {
+          uint8_t* scales = final_scales(row, arch::ffs(rest) - 1);
+          DC_UNROLL
+          for (int idx = 0; idx < kScalesOfLane; ++idx) {
+            const int column = first + idx * kWarpSize + arch::lane_idx();
+            if (column >= args_.num_scales) continue;
+            scatter_element(scales + column * args_.scale_bytes,
+                            reinterpret_cast<const uint8_t*>(&scales_[row][idx]),
+                            args_.scale_bytes);
+          }
         }
       }
     }

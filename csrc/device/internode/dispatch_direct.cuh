@@ -8,7 +8,7 @@
 //          publisher ──landed[chunk]──→
 //
 // The last of these, straight rows: if all rows between nodes are stored, and for a row that (n', l)
-// gets itself. Its slot has the metadata alone.
+// gets itself. Its slot has the other metadata alone, without scales.
 //
 // grid   any number of blocks, roles by warp: the first enters, then publishes; the next S send the
 //        tokens they take; the next F forward the rows they take; then some write metadata, of rows

@@ -245,7 +245,8 @@ struct RailMessage {
 //   slot = [ scales | expert ids int32[K] | weights float[K] | source token | places int32[M]
 //            | pad to 128 | row | pad to 128 ]
 //
-// The row's part stays unused if the row is stored straight to a final row of the slot's rank.
+// The parts of the row and of its scales stay unused if these are stored straight to a final row of
+// the slot's rank.
 // places: an OrderedPlace for each rank of the node, the row's ordinal among those that its source
 // sends there.
 struct PlacedRailMessage {

@@ -20,7 +20,7 @@ enum class TraceStep : uint32_t {
   kBegun,      // the block runs and knows its call
   kCounted,    // notify: it has counted its tokens; low latency: it has sent the rank's counts
   kEntered,    // all peers have arrived; value: the mode, if there are several
-  kForwarded,  // two tiers: it has forwarded its last row from another node, and the metadata
+  kForwarded,  // two tiers: it has forwarded its last row from or to another node, and the metadata
   kSent,       // it has sent its last row
   kReceived,   // its last row has arrived
   kLeft,       // everything is done

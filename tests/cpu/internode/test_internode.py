@@ -5,6 +5,7 @@ every row and sum has a slot; ranks are threads. Calls without room: test_intern
 import dataclasses
 
 import pytest
+import torch
 from cases import InternodeCase, Scales, direct
 from internode import SKEWED, SKEWED_CASE, random_case, skew_routing
 from roundtrip import check
@@ -100,3 +101,14 @@ def test_chunks_grow_where_there_are_more_rows_than_words() -> None:
         slots=16, send_chunk=4, rail_slots=16, rail_chunk=1,
     )  # fmt: skip
     check(with_room(case))
+
+
+@pytest.mark.parametrize("way", ["put", "stored"], indirect=True)
+@pytest.mark.parametrize("scales", [Scales(70, torch.uint8, "padded"), Scales(131)], ids=str)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_more_scales_than_a_warp_keeps(ranks_per_node: int, scales: Scales, way: str) -> None:
+    case = InternodeCase(
+        (40, 0, 33, 27), hidden=128, experts=8, topk=4, num_sms=4, dtype=torch.float8_e4m3fn,
+        scales=scales, ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+    check(direct(case))
