@@ -1,7 +1,7 @@
 // combine, staged mode, the sums: of a node's rows for the rail, and of a token's nodes at its
-// owner. Rows and tokens are dealt while the kernel runs. With several ranks per node some warps forward
-// until no row is left, then add tokens. The others add tokens only, and wait for the other nodes' sums. So every sum
-// reaches the rail, whatever waits for whom.
+// owner. Rows and tokens are dealt while the kernel runs. With several ranks per node some warps
+// forward until no row is left, then add tokens. The others add tokens only, and wait for the other
+// nodes' sums. So every sum reaches the rail, whatever waits for whom.
 #pragma once
 
 #include "device/internode/combine_forward_order.cuh"

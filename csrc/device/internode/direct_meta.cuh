@@ -1,7 +1,6 @@
-// dispatch, direct mode: the metadata of rows at this node's ranks, of its own tokens from the inputs,
-// and of rows that have come over the rail from their slots; scales of straight rows from this rank's
-// final row. A warp writes that of a few rows at a
-// time: they share the trips to memory.
+// dispatch, direct mode: the metadata of rows at this node's ranks. That of its own tokens comes from
+// the inputs, that of rows from other nodes from their slots, but scales of straight rows from this
+// rank's final row. A warp writes that of a few rows at a time: they share the trips to memory.
 #pragma once
 
 #include "device/internode/direct_forward.cuh"

@@ -1,5 +1,5 @@
 // dispatch, direct mode: the publishing warp. It writes the metadata of rows into their slots at other
-// nodes; the senders have stored the scales. Then it tells these nodes, by chunks of rows, what has
+// nodes, but for the scales, which the senders store. Then it tells these nodes, by chunks of rows, what has
 // landed. Where stores do not reach a node, the slots are here, and it puts a chunk when all of the
 // chunk's rows are in them.
 #pragma once
