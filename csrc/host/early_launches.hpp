@@ -1,6 +1,6 @@
-// When a launch may hold SMs before the one before it in its stream has ended. Three kinds do so:
+// When a launch may hold SMs before the one before it in its stream has ended. Four kinds do so:
 // low-latency launches; expand_rows, beside its dispatch; combine of an expanded output, beside
-// combine_sums.
+// combine_sums; transpose_scales, at the end of its dispatch.
 //
 // Such a launch holds its SMs while it waits, so that one Buffer has two kernels on the device. With
 // one Buffer that does so no rank can be kept from its part of an operation: what waits for SMs is
@@ -8,6 +8,10 @@
 // of them, on two streams, one rank may have the first Buffer's operation and the launch behind it
 // on its SMs, another rank the second one's; each operation then waits for SMs on the other rank,
 // which its own end would free, although one operation of each would fit (docs/design/0010).
+//
+// A dispatch that begins at the end of its notify is none of these: it takes the SMs that the blocks
+// of notify have left, all but one, and what that one waits for has its SMs on every rank where the
+// call would fit. Its SMs and one more must fit beside those of other Buffers.
 #pragma once
 
 #include <atomic>

@@ -59,6 +59,9 @@ class Engine final : public EngineCalls {
   std::optional<Counts> wait_counts() override;
   DispatchPlan plan_dispatch(const DispatchOptions& options) const override;
   void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) override;
+  void notify_and_dispatch(const NotifyPlan& notify_plan, NotifyArgs notify,
+                           const DispatchPlan& plan, const DispatchArgs& args,
+                           uint64_t stream) override;
   void dispatch_expanded(const DispatchPlan& plan, const DispatchArgs& args,
                          const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
                          uint64_t stream) override;
@@ -78,7 +81,7 @@ class Engine final : public EngineCalls {
                        uint64_t stream) override;
   void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
                        uint64_t stream) override;
-  void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
+  void transpose_scales(const TransposeScalesArgs& args, int num_blocks, bool may_run_beside,
                         uint64_t stream) override;
 
   // Tensor parallelism; defined in tp_impl.hpp.
@@ -251,6 +254,7 @@ class Engine final : public EngineCalls {
   template <class Launch>
   void count_launches(int count, const Launch& launch);
   // Fills in what follows from the rows of a call.
+  LaunchConfig complete_notify(const NotifyPlan& plan, NotifyArgs* args, uint64_t stream);
   LaunchConfig complete_combine(const CombinePlan& plan, CombineArgs* args) const;
   template <class... KernelTypes>
   void prepare() {

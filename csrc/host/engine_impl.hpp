@@ -159,7 +159,6 @@ template <class Target>
 template <class KernelType>
 void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
                                typename KernelType::Args args, uint64_t stream) {
-  static_assert(!kBeginsBeside<KernelType>);
   args.world = world;
   count_launches(1, [&] { target_.template launch<KernelType>(config, args, stream); });
 }
@@ -314,6 +313,7 @@ void Engine<Target>::clear_error() {
   LocalState* state = world_.state();
   target_.fill_zero(&state->abort, sizeof(state->abort));
   target_.fill_zero(&state->bad_expert_index, sizeof(state->bad_expert_index));
+  target_.fill_zero(&state->notified, sizeof(state->notified));  // no dispatch has followed it
   *world_.error = ErrorBlock{};
   target_.fill_zero(&state->error_claimed, sizeof(state->error_claimed));
 }

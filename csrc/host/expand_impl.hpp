@@ -39,7 +39,7 @@ void Engine<Target>::dispatch_expanded(const DispatchPlan& plan, const DispatchA
   const LaunchConfig expand_config{.num_blocks = is_beside ? ceil_div(num_blocks, 2) : num_blocks,
                                    .num_threads = kNumThreads,
                                    .smem_bytes = Arriving::smem_bytes(kNumThreads),
-                                   .begins_behind = !is_beside};
+                                   .may_begin_early = is_beside};
   const LaunchConfig& config = plan.variant(may_be_direct).launch;
   if (options.is_quantised) {
     launch_pair<DispatchKernel<true, true>, ExpandKernel>(config, args, expand_config, expand,
@@ -107,14 +107,14 @@ void Engine<Target>::combine_expanded(const CombinePlan& plan, CombineArgs args,
   constexpr int kNumThreads = Target::kTuning.reduce_experts_threads;
   static_assert(kNumThreads >= 2 * kWarpSize);  // one publishes
   LaunchConfig launch_config = complete_combine(plan, &args);
-  launch_config.begins_behind = !begins_beside(may_run_beside);
+  launch_config.may_begin_early = begins_beside(may_run_beside);
   args.world = world_;
   sums.world = world_;
   // The sums are bound by memory, which three quarters of the SMs nearly fill. Where combine cannot
   // run beside them, half are left to whatever the peers' arrival may hang on, as in dispatch_expanded.
-  const int num_blocks = !launch_config.begins_behind ? ceil_div(3 * num_local_blocks, 4)
-                         : may_run_beside             ? ceil_div(num_local_blocks, 2)
-                                                      : num_local_blocks;
+  const int num_blocks = launch_config.may_begin_early ? ceil_div(3 * num_local_blocks, 4)
+                         : may_run_beside              ? ceil_div(num_local_blocks, 2)
+                                                       : num_local_blocks;
   const LaunchConfig sums_config{.num_blocks = num_blocks,
                                  .num_threads = kNumThreads,
                                  .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows) +
@@ -126,11 +126,14 @@ void Engine<Target>::combine_expanded(const CombinePlan& plan, CombineArgs args,
 }
 
 template <class Target>
-void Engine<Target>::transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
-                                      uint64_t stream) {
-  launch<TransposeScalesKernel>({.num_blocks = config.num_channels,
+void Engine<Target>::transpose_scales(const TransposeScalesArgs& args, int num_blocks,
+                                      bool may_run_beside, uint64_t stream) {
+  // It holds SMs while the dispatch waits for its peers: as in dispatch_expanded.
+  const bool is_beside = begins_beside(may_run_beside);
+  launch<TransposeScalesKernel>({.num_blocks = is_beside ? ceil_div(num_blocks, 2) : num_blocks,
                                  .num_threads = Target::kTuning.expand_threads,
-                                 .smem_bytes = 0},
+                                 .smem_bytes = 0,
+                                 .may_begin_early = is_beside},
                                 args, stream);
 }
 

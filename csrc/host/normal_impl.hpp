@@ -46,6 +46,7 @@ void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
   const int num_experts = args.topk.num_experts;
   check_num_experts(num_experts);
   const Tuning& tuning = Target::kTuning;
+  args.experts = PreparedExpertMap::make({num_experts, world_.num_ranks});
   args.tokens_per_block =
       max_of(tuning.layout_tokens_per_block, ceil_div(args.num_tokens, tuning.max_notify_blocks));
   const size_t smem_bytes = sizeof(int32_t) * (world_.num_ranks + num_experts + 1);
@@ -86,7 +87,7 @@ NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
   if (options.counts_choices) {
     args.topk = {nullptr, options.topk_idx_bytes, options.num_topk, options.num_experts};
   }
-  args.num_experts = options.num_experts;
+  args.experts = PreparedExpertMap::make({options.num_experts, world_.num_ranks});
   args.num_channels = options.channels.num_channels;
   args.expert_alignment = options.expert_alignment;
   args.counts = counts_;
@@ -94,7 +95,9 @@ NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
 }
 
 template <class Target>
-void Engine<Target>::notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) {
+LaunchConfig Engine<Target>::complete_notify(const NotifyPlan& plan, NotifyArgs* made,
+                                             uint64_t stream) {
+  NotifyArgs& args = *made;
   const auto field = [&](HeaderField name) -> int& {
     return args.header.fields[static_cast<int>(name)];
   };
@@ -104,18 +107,22 @@ void Engine<Target>::notify_dispatch(const NotifyPlan& plan, NotifyArgs args, ui
   field(HeaderField::kSrcLine) = static_cast<int>(words.src_line);
   field(HeaderField::kOutputRows) = static_cast<int>(words.rows);
   args.sequence = ++sequence_;
-  num_counted_experts_ =
-      ExpertMap{args.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
+  num_counted_experts_ = args.experts.num_local_experts(world_.rank);
   counts_stream_ = stream;
   const Tuning& tuning = Target::kTuning;
   const int tokens_per_channel = ceil_div(args.num_tokens, args.num_channels);
   const int num_threads =
       min_of(max_of(tuning.min_notify_threads, align_up(tokens_per_channel, kWarpSize)),
              tuning.max_notify_threads);
-  launch<NotifyKernel>({.num_blocks = min_of(args.num_channels, tuning.max_notify_blocks),
-                        .num_threads = num_threads,
-                        .smem_bytes = plan.smem_bytes},
-                       args, stream);
+  return {.num_blocks = min_of(args.num_channels, tuning.max_notify_blocks),
+          .num_threads = num_threads,
+          .smem_bytes = plan.smem_bytes};
+}
+
+template <class Target>
+void Engine<Target>::notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) {
+  const LaunchConfig launch_config = complete_notify(plan, &args, stream);
+  launch<NotifyKernel>(launch_config, args, stream);
 }
 
 template <class Target>
@@ -298,6 +305,25 @@ void Engine<Target>::dispatch(const DispatchPlan& plan, const DispatchArgs& args
     launch<DispatchKernel<false, true>>(launch_config, args, stream);
   } else {
     launch<DispatchKernel<false, false>>(launch_config, args, stream);
+  }
+}
+
+template <class Target>
+void Engine<Target>::notify_and_dispatch(const NotifyPlan& notify_plan, NotifyArgs notify,
+                                         const DispatchPlan& plan, const DispatchArgs& args,
+                                         uint64_t stream) {
+  const DispatchOptions& options = plan.options;
+  const bool may_be_direct = args.output_line != 0;
+  if (may_be_direct) check_output(args, options);
+  const LaunchConfig notify_config = complete_notify(notify_plan, &notify, stream);
+  LaunchConfig launch_config = plan.variant(may_be_direct).launch;
+  launch_config.may_begin_early = may_begin_early_;
+  if (options.is_quantised) {
+    launch_pair<NotifyKernel, DispatchKernel<false, true>>(notify_config, notify, launch_config,
+                                                           args, stream);
+  } else {
+    launch_pair<NotifyKernel, DispatchKernel<false, false>>(notify_config, notify, launch_config,
+                                                            args, stream);
   }
 }
 

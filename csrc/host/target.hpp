@@ -39,8 +39,6 @@ struct LaunchConfig {
   size_t smem_bytes;
   // May hold its SMs before the launch before it ends: see early_launches.hpp, and kBeginsBeside.
   bool may_begin_early = false;
-  // The second of a pair begins when the first has ended.
-  bool begins_behind = false;
 };
 
 // Of kernels that await the launch before theirs (arch::await_earlier_launch) before they touch

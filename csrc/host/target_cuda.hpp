@@ -72,7 +72,7 @@ class CudaTarget {
   void launch_pair(const LaunchConfig& first_config, const typename First::Args& first,
                    LaunchConfig second_config, const typename Second::Args& second,
                    uint64_t stream) {
-    second_config.may_begin_early = can_begin_early_ && !second_config.begins_behind;
+    second_config.may_begin_early = can_begin_early_ && second_config.may_begin_early;
     launch<First>(first_config, first, stream);
     launch<Second>(second_config, second, stream);
   }

@@ -136,10 +136,9 @@ class HostTarget {
                           .num_blocks = config.num_blocks,
                           .num_threads = config.num_threads,
                           .smem_bytes = config.smem_bytes,
-                          .begin = config.begins_behind        ? simt::Begin::kBehind
-                                   : kBeginsEarly<KernelType>  ? simt::Begin::kEarly
-                                   : kBeginsBeside<KernelType> ? simt::Begin::kBeside
-                                                               : simt::Begin::kBehind};
+                          .begin = kBeginsEarly<KernelType> ? simt::Begin::kEarly
+                                   : config.may_begin_early ? simt::Begin::kBeside
+                                                            : simt::Begin::kBehind};
     const simt::Body body = [](const void* raw) {
       KernelType::run(*static_cast<const Args*>(raw));
     };

@@ -183,6 +183,13 @@ class LoggedEngine final : public EngineCalls {
   void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) override {
     launch("dispatch", stream, [=, this] { engine_.dispatch(plan, args, stream); });
   }
+  void notify_and_dispatch(const NotifyPlan& notify_plan, NotifyArgs notify,
+                           const DispatchPlan& plan, const DispatchArgs& args,
+                           uint64_t stream) override {
+    launch("notify", stream,
+           [=, this] { engine_.notify_and_dispatch(notify_plan, notify, plan, args, stream); });
+    launch("dispatch", stream, [] {});
+  }
   void dispatch_expanded(const DispatchPlan& plan, const DispatchArgs& args,
                          const ExpandRowsArgs& expand, int num_blocks, bool may_run_beside,
                          uint64_t stream) override {
@@ -235,11 +242,11 @@ class LoggedEngine final : public EngineCalls {
     log_.tell("plan", "expand_received", config.num_channels);
     launch("expand_received", stream, [=, this] { engine_.expand_received(args, config, stream); });
   }
-  void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
+  void transpose_scales(const TransposeScalesArgs& args, int num_blocks, bool may_run_beside,
                         uint64_t stream) override {
-    log_.tell("plan", "transpose_scales", config.num_channels);
+    log_.tell("plan", "transpose_scales", num_blocks);
     launch("transpose_scales", stream,
-           [=, this] { engine_.transpose_scales(args, config, stream); });
+           [=, this] { engine_.transpose_scales(args, num_blocks, may_run_beside, stream); });
   }
 
   void collective(CollectiveArgs args, Dtype dtype, int digest, int max_blocks,

@@ -15,7 +15,7 @@
 //        counts_received · owner: receiver · overwritten by the notify after the next one:
 //                          its parity returns only when this rank has entered a kernel after this
 //        arrived (node), rank_counts · the same inside the node · release/acquire sys
-//        notify_result (LocalState): whether a dispatch launched after this may send
+//        notified (LocalState): whether a dispatch launched after this may send
 // after  all ranks have entered this kernel
 // waits  await_rail_arrivals, unblocked by announce_on_rail of every node; await_arrivals,
 //        unblocked by every local rank
@@ -341,7 +341,9 @@ DC_DEVICE void internode_notify(const InternodeNotifyArgs& args) {
   if (arch::thread_idx() == 0) {
     const bool is_sound = arrived && !is_aborted(args.world);
     const NotifyResult result = is_sound ? NotifyResult::kNotDirect : NotifyResult::kFailed;
-    arch::st_relaxed_gpu(&args.world.state()->notify_result, static_cast<uint32_t>(result));
+    // pairs with: the end of this kernel — read by the kernels after it
+    arch::st_relaxed_gpu(&args.world.state()->notified,
+                         Tagged::pack(contexts.node.generation, static_cast<uint32_t>(result)));
     // pairs with: Engine::wait_internode_counts on the host — every field of InternodeCounts
     // order-proof: in a simulation the host reads it after the end of the kernel
     if (is_sound) arch::st_release_sys(&args.counts->sequence, args.sequence);

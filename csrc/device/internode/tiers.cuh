@@ -119,9 +119,8 @@ DC_DEVICE void share_failure(const TierContexts& contexts) {
 
 // True if the notify before has failed: nothing may be sent.
 DC_DEVICE bool notify_has_failed(const World& world) {
-  const auto result =
-      static_cast<NotifyResult>(arch::ld_relaxed_gpu(&world.state()->notify_result));
-  return result == NotifyResult::kFailed;
+  const uint64_t word = arch::ld_relaxed_gpu(&world.state()->notified);
+  return static_cast<NotifyResult>(Tagged::unpack(word).value) == NotifyResult::kFailed;
 }
 
 // Every thread of every block calls this last.

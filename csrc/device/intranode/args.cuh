@@ -14,6 +14,7 @@ namespace deep_comm {
 struct LayoutArgs {
   World world;
   TopkIdx topk;
+  PreparedExpertMap experts;
   int num_tokens;
   int ranks_per_node;
   int num_nodes;
@@ -114,7 +115,7 @@ struct NotifyArgs {
   uint8_t* is_token_in_rank;             // [T, R]
   const int32_t* num_tokens_per_expert;  // [E], or null
   int num_tokens;
-  int num_experts;
+  PreparedExpertMap experts;
   int num_channels;
   int expert_alignment;
   OutputLocation place;  // of the next dispatch

@@ -12,8 +12,8 @@ namespace deep_comm {
 
 // Sets the word by which the next notify informs the peers, and writes the error record. Its channel
 // is the number of columns of topk_idx.
-DC_DEVICE void report_bad_expert(const World& world, Kernel kernel, const TopkIdx& topk,
-                                 int64_t position) {
+DC_DEVICE_COLD void report_bad_expert(const World& world, Kernel kernel, TopkIdx topk,
+                                      int64_t position) {
   arch::st_relaxed_gpu(&world.state()->bad_expert_index, 1u);
   report_error(Context{world, kernel, 0},
                {ErrorKind::kExpertIndex,
@@ -27,29 +27,21 @@ DC_DEVICE void report_bad_expert(const World& world, Kernel kernel, const TopkId
 // One thread, one token: returns the mask of its ranks, and counts every top-k entry in
 // num_per_expert (shared memory). An expert of an absent rank counts as -1. So does an index
 // outside [-1, E), which is reported.
-DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx& topk, int token,
+DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx& topk,
+                               const PreparedExpertMap& experts, int token,
                                int32_t* num_per_expert) {
-  constexpr int kBatch = 8;  // loads in flight: otherwise each would cost a trip to memory
-  const ExpertMap experts{topk.num_experts, world.num_ranks};
-  const int64_t begin = static_cast<int64_t>(token) * topk.num_topk;
   uint32_t rank_mask = 0;
-  for (int base = 0; base < topk.num_topk; base += kBatch) {
-    int selected[kBatch];
-    load_experts<kBatch>(topk.data, begin + base, min_of(kBatch, topk.num_topk - base),
-                         topk.element_bytes, selected);
-    DC_UNROLL
-    for (int k = 0; k < kBatch; ++k) {
-      if (selected[k] == -1) continue;
-      if (selected[k] < 0 || selected[k] >= topk.num_experts) {
-        report_bad_expert(world, kernel, topk, begin + base + k);
-        continue;
-      }
-      const int rank = experts.rank_of(selected[k]);
-      if (world.is_absent(rank)) continue;
-      rank_mask |= 1u << rank;
-      arch::atomic_add_relaxed_cta(num_per_expert + selected[k], 1);
-    }
-  }
+  for_each_expert(topk.data, static_cast<int64_t>(token) * topk.num_topk, topk.num_topk,
+                  topk.element_bytes, [&](int expert, int64_t position) {
+                    if (expert == -1) return;
+                    if (expert < 0 || expert >= topk.num_experts) {
+                      return report_bad_expert(world, kernel, topk, position);
+                    }
+                    const int rank = experts.rank_of(expert);
+                    if (world.is_absent(rank)) return;
+                    rank_mask |= 1u << rank;
+                    arch::atomic_add_relaxed_cta(num_per_expert + expert, 1);
+                  });
   return rank_mask;
 }
 

@@ -11,10 +11,12 @@
 //        speculative launch has outputs for direct mode only. Without direct mode it leaves no
 //        trace, and the host launches again
 // grid   num_channels blocks of as many warps as the larger of both modes needs
+// beside the notify before it, if it begins early: a word says when all that it reads is there. It
+//        ends, and tells its peers that it has, after the end of notify
 // words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's
 //        block 0 · read at entry
-//        notify_result, and the headers of the counts with the outputs' locations · this rank ·
-//        written by the notify before
+//        notified, and the headers of the counts with the outputs' locations · this rank · written
+//        by the notify before
 // before nothing: entry is a barrier, here or in the notify; after it every rank's rings and its
 //        output block are free
 // after  outputs complete on this stream
@@ -34,7 +36,7 @@ template <class Form>
 DC_DEVICE int32_t num_rows_at(const DispatchArgs& args, int rank) {
   if constexpr (Form::kExpanded) return arch::ld_nc(args.num_expanded + rank);
   const int num_ranks = args.world.num_ranks;
-  return arch::ld_nc(args.rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank);
+  return arch::ld_weak(args.rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank);
 }
 
 // Warp 0: waits for all ranks and finds where their outputs lie. The block barrier after it hands
@@ -143,14 +145,16 @@ template <class Form>
 DC_DEVICE void dispatch(const DispatchArgs& args) {
   // expand_rows, which learns from words what it may read.
   if constexpr (Form::kExpanded) arch::allow_later_launch();
-  const Context context{args.world, Kernel::kDispatch, current_generation(args.world)};
   using Entry = typename Moved<Form>::Entry;
   Entry* entry = reinterpret_cast<Entry*>(arch::dynamic_smem() + args.entry_offset);
+  const auto [generation, notified] = start_dispatch(args, &entry->start);
+  const Context context{args.world, Kernel::kDispatch, generation};
   note_in_block(context, TraceStep::kBegun);
-  const NotifyResult notified = notify_result(args);
   const bool is_direct_already = notified == NotifyResult::kDirect;
   // No word is written, not even a generation: all ranks decide the same. So does expand_rows.
-  if (notified == NotifyResult::kFailed || (args.is_speculative && !is_direct_already)) return;
+  if (notified == NotifyResult::kFailed || (args.is_speculative && !is_direct_already)) {
+    return arch::await_earlier_launch();
+  }
   if constexpr (Form::kExpanded) entry->sent.reset();
   if (arch::block_idx() == 0 && !is_direct_already) announce_output(context, args);
   const bool is_mover = args.output_line != 0 && arch::warp_idx() < args.num_move_warps;
@@ -174,6 +178,7 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     finish_direct(context, args);
     return;
   }
+  arch::await_earlier_launch();
   entry->progress.reset();
   arch::sync_block();  // also, movers that began for nothing have freed the stages
   if (mode == DispatchMode::kRings) {

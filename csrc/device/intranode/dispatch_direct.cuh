@@ -160,10 +160,10 @@ DC_DEVICE void send_channel_starts(const Context& context, const DispatchArgs& a
     if (args.world.is_absent(peer)) continue;
     const int32_t* prefix =
         args.channel_prefix_matrix + static_cast<int64_t>(peer) * args.ring.num_channels;
-    const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
+    const int32_t start = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
     publish_offsets(
         context, channel, peer,
-        {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_nc(prefix + channel))});
+        {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_weak(prefix + channel))});
   }
 }
 
@@ -185,6 +185,9 @@ DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
 DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx(), block = arch::block_idx();
+  // A peer that is done with this kernel may write the counts that notify has read.
+  arch::await_earlier_launch();
+  arch::allow_later_launch();  // transpose_scales
   arch::sync_block();
   note_in_block(context, TraceStep::kSent);
   bool ok = true;

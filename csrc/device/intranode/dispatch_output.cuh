@@ -5,17 +5,51 @@
 #include "device/intranode/args.cuh"
 #include "device/layout/output.cuh"
 #include "device/sync/barrier.cuh"
+#include "device/sync/generation.cuh"
 #include "device/sync/publisher.cuh"
 
 namespace deep_comm {
 
 enum class DispatchMode : int { kFailed, kRings, kDirect };
 
-// The same in every block: the kernel before wrote the word. Args: of dispatch, or of expand_rows.
-template <class Args>
-DC_DEVICE NotifyResult notify_result(const Args& args) {
-  if (!args.follows_notify) return NotifyResult::kNotDirect;
-  return static_cast<NotifyResult>(arch::ld_relaxed_gpu(&args.world.state()->notify_result));
+// What a dispatch begins with. The same in every block.
+struct DispatchStart {
+  uint32_t generation;  // of the dispatch
+  NotifyResult notified;
+};
+
+// One thread: waits for the notify before this kernel, which may still run.
+DC_DEVICE DispatchStart await_notify(const World& world) {
+  const LocalState* state = world.state();
+  uint64_t word = 0;
+  // More than a deadline: notify has one of its own, and knows the silent rank.
+  const bool ok = await<Scope::kSys>(
+      Context{world, Kernel::kDispatch, 0}, &state->notified,
+      {Stage::kCounts, Word::kArrived, world.rank, -1}, 1,
+      [=](uint64_t value) {
+        // Of the last kernel that has closed its generation. A dispatch has followed every earlier
+        // notify, or Engine::clear_error has zeroed its word.
+        return value != 0 &&
+               Tagged::unpack(value).generation == arch::ld_relaxed_gpu(&state->generation);
+      },
+      &word, 4);
+  const Tagged notified = Tagged::unpack(word);
+  return {next_generation(notified.generation),
+          ok ? static_cast<NotifyResult>(notified.value) : NotifyResult::kFailed};
+}
+
+// The result of a notify that has ended.
+DC_DEVICE NotifyResult result_of_notify(const World& world) {
+  const uint64_t word = arch::ld_relaxed_gpu(&world.state()->notified);
+  return static_cast<NotifyResult>(Tagged::unpack(word).value);
+}
+
+// The block. shared: in its memory.
+DC_DEVICE DispatchStart start_dispatch(const DispatchArgs& args, DispatchStart* shared) {
+  if (!args.follows_notify) return {current_generation(args.world), NotifyResult::kNotDirect};
+  if (arch::thread_idx() == 0) *shared = await_notify(args.world);
+  arch::sync_block();
+  return *shared;
 }
 
 // One receiver's output block, as this rank addresses it. x is null if the receiver has none.
@@ -31,6 +65,7 @@ struct PeerOutput {
 
 // What warp 0 finds at entry, for its block, and what the block's warps report; in shared memory.
 struct DispatchEntry {
+  DispatchStart start;
   DispatchMode mode;
   Progress progress;  // ring mode
   PeerOutput outputs[kMaxRanks];

@@ -55,7 +55,7 @@ class TokenSource {
     const int token = base_ + arch::lane_idx();
     const int64_t position = static_cast<int64_t>(token) * args_.world.num_ranks + dst_;
     pending_ = arch::ballot(kFullMask,
-                            token < end_ && arch::ld_nc(args_.is_token_in_rank + position) != 0);
+                            token < end_ && arch::ld_weak(args_.is_token_in_rank + position) != 0);
   }
 
   const DispatchArgs& args_;
@@ -118,10 +118,10 @@ DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, P
   StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
   if (arch::lane_idx() == 0) {
     const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(dst) * num_channels;
-    const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
+    const int32_t start = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
     publish_offsets(
         context, channel, dst,
-        {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_nc(prefix + channel))});
+        {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_weak(prefix + channel))});
   }
   const ChannelRange range = ChannelRange::of(args.num_tokens, num_channels, channel);
   RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
@@ -288,11 +288,11 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
   }
   const int64_t source_start =
       src == 0 ? 0
-               : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
+               : arch::ld_weak(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
   if (src == world.rank) {
     const int32_t* prefix =
         args.channel_prefix_matrix + static_cast<int64_t>(src) * args.ring.num_channels;
-    const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
+    const int32_t start = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
     if (part == 0) note_channel_start(args, channel, src, start);
     copy_own_rows<Form>(args, channel, part, source_start + start);
     return;

@@ -274,7 +274,8 @@ DC_DEVICE void copy_landing_tokens(const ExpandRowsArgs& args, const ExpandedOut
 }
 
 DC_DEVICE void expand_rows(const ExpandRowsArgs& args) {
-  const NotifyResult notified = notify_result(args);
+  const NotifyResult notified =
+      args.follows_notify ? result_of_notify(args.world) : NotifyResult::kNotDirect;
   // The dispatch returns at once and leaves no trace.
   if (notified == NotifyResult::kFailed ||
       (args.is_speculative && notified != NotifyResult::kDirect)) {

@@ -1,4 +1,5 @@
-// The final rows of direct dispatch, which are known before any of them is moved.
+// The final rows of direct dispatch, which are known before any of them is moved. The notify that
+// has found them may still run: its words order these loads, so they are no loads of inputs.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -15,16 +16,16 @@ class FinalRows {
     before_rank_ =
         world.rank == 0
             ? 0
-            : arch::ld_nc(args.rank_prefix_matrix + (world.rank - 1) * world.num_ranks + peer);
+            : arch::ld_weak(args.rank_prefix_matrix + (world.rank - 1) * world.num_ranks + peer);
   }
   DC_DEVICE void look_up(int token) {
     head_ = -1;
     if (token >= args_.num_tokens) return;
     const int channel = token / per_channel_;
     const int32_t* prefix = args_.channel_prefix_matrix + peer_ * args_.ring.num_channels;
-    head_ =
-        arch::ld_nc(args_.send_head + static_cast<int64_t>(token) * args_.world.num_ranks + peer_);
-    before_channel_ = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
+    head_ = arch::ld_weak(args_.send_head + static_cast<int64_t>(token) * args_.world.num_ranks +
+                          peer_);
+    before_channel_ = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
   }
   // Of the token looked up last; -1: not sent there.
   DC_DEVICE int64_t row() const {

@@ -22,9 +22,9 @@ DC_DEVICE void count_block(const LayoutArgs& args, int32_t* num_per_rank, int32_
   // Whole warps step together, so that the ballots below are complete.
   for (int base = begin; base < end; base += arch::num_threads()) {
     const int token = base + arch::thread_idx();
-    const uint32_t rank_mask =
-        token < end ? count_token(args.world, Kernel::kLayout, args.topk, token, num_per_expert)
-                    : 0;
+    const uint32_t rank_mask = token < end ? count_token(args.world, Kernel::kLayout, args.topk,
+                                                         args.experts, token, num_per_expert)
+                                           : 0;
     for (int rank = 0; rank < num_ranks; ++rank) {
       const bool goes = (rank_mask >> rank & 1) != 0;
       if (token < end) {

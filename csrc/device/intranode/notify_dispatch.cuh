@@ -13,13 +13,15 @@
 //        is_direct
 //        num_recv_tokens_per_expert [L], recv_counts [1 + R] (device): the same, aligned; all rows,
 //        and by source
-//        notify_result (LocalState): whether every rank has announced room for its rows
+//        notified (LocalState): whether every rank has announced room for its rows
 //        expansion, if asked for: first_rows [E], expert_offsets [L + 1], expert_counts [L],
 //        num_rows [R]
 // grid   any; a block numbers the tokens of every num_blocks-th channel, one thread per token. The
 //        last block to finish talks to the peers; no block waits for another
 // smem   NotifySmem, then E counters if topk_idx is given
 // words  layout_counts, layout_ticket · this rank only · zero at rest
+//        notified · this rank only · read by the dispatch, which may begin before this kernel ends:
+//                   all that it reads is complete · release/acquire · generation
 //        arrived  · owner: receiver · written by each peer · read by the last block
 //                 · release/acquire sys · generation
 //        counts   · owner: receiver · row of each peer, before its `arrived` · read by the last
@@ -40,11 +42,19 @@
 
 namespace deep_comm {
 
+// What a rank's header and counts say about it.
+struct PeerSummary {
+  int32_t num_tokens;
+  bool is_sound;  // its header equals this rank's
+  bool has_room;  // for the rows that it will receive, where it has announced its output
+};
+
 struct NotifySmem {
   static constexpr int kMaxWarps = 32;
 
   uint32_t ticket;
   int32_t has_arrived;
+  PeerSummary of_peer[kMaxRanks];
   int32_t num_per_rank[kMaxRanks];
   int32_t num_per_warp[kMaxWarps][kMaxRanks];  // tokens of a warp's 32 that go to a rank
 
@@ -58,8 +68,9 @@ DC_DEVICE uint32_t ranks_of_token(const NotifyArgs& args, NotifySmem* smem, int 
   uint8_t* row = args.is_token_in_rank + static_cast<int64_t>(token) * num_ranks;
   uint32_t rank_mask = 0;
   if (args.topk.data != nullptr) {
-    rank_mask =
-        count_token(args.world, Kernel::kNotifyDispatch, args.topk, token, smem->num_per_expert());
+    rank_mask = count_token(args.world, Kernel::kNotifyDispatch, args.topk, args.experts, token,
+                            smem->num_per_expert());
+    DC_NO_UNROLL
     for (int rank = 0; rank < num_ranks; ++rank)
       arch::st_weak(row + rank, static_cast<uint8_t>(rank_mask >> rank & 1));
     return rank_mask;
@@ -83,13 +94,11 @@ DC_DEVICE void number_channel(const NotifyArgs& args, NotifySmem* smem, int chan
     const int token = base + arch::thread_idx();
     const bool is_token = token < range.end;
     const uint32_t rank_mask = is_token ? ranks_of_token(args, smem, token) : 0;
-    int num_below[kMaxRanks];  // this warp's tokens before this one
-    int num_in_warp = 0;       // lane r: of this warp to rank r
-    DC_UNROLL
-    for (int rank = 0; rank < kMaxRanks; ++rank) {
-      const uint32_t going = arch::ballot(kFullMask, (rank_mask >> rank & 1) != 0);
-      num_below[rank] = arch::popc(going & lower_lanes);
-      if (rank == lane) num_in_warp = arch::popc(going);
+    int num_in_warp = 0;  // lane r: of this warp to rank r
+    DC_NO_UNROLL
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const int num = arch::popc(arch::ballot(kFullMask, (rank_mask >> rank & 1) != 0));
+      if (rank == lane) num_in_warp = num;
     }
     if (lane < num_ranks) smem->num_per_warp[warp][lane] = num_in_warp;
     arch::sync_block();
@@ -101,12 +110,15 @@ DC_DEVICE void number_channel(const NotifyArgs& args, NotifySmem* smem, int chan
         num_rows += num;
       }
     }
-    DC_UNROLL
-    for (int rank = 0; rank < kMaxRanks; ++rank) {
+    DC_NO_UNROLL
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const bool goes = (rank_mask >> rank & 1) != 0;
+      const int below = arch::popc(arch::ballot(kFullMask, goes) & lower_lanes);
       const int before = arch::shfl(kFullMask, before_warp, rank);
-      if (!is_token || rank >= num_ranks) continue;
-      arch::st_weak(args.send_head + static_cast<int64_t>(token) * num_ranks + rank,
-                    (rank_mask >> rank & 1) != 0 ? before + num_below[rank] : -1);
+      if (is_token) {
+        arch::st_weak(args.send_head + static_cast<int64_t>(token) * num_ranks + rank,
+                      goes ? before + below : -1);
+      }
     }
     arch::sync_block();  // num_per_warp has been read
   }
@@ -119,7 +131,7 @@ DC_DEVICE void number_channel(const NotifyArgs& args, NotifySmem* smem, int chan
 // Every block: counts its channels and adds their tokens to the rank's accumulators.
 DC_DEVICE void count_channels(const NotifyArgs& args, NotifySmem* smem) {
   const int num_ranks = args.world.num_ranks;
-  const int num_experts = args.topk.data != nullptr ? args.num_experts : 0;
+  const int num_experts = args.topk.data != nullptr ? args.experts.num_experts : 0;
   int32_t* totals = args.world.layout_counts();
   for (int idx = arch::thread_idx(); idx < num_experts; idx += arch::num_threads())
     smem->num_per_expert()[idx] = 0;
@@ -149,9 +161,9 @@ DC_DEVICE int32_t take_total(const NotifyArgs& args, int idx) {
 // stored where it is needed.
 DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
-  const ExpertMap experts{args.num_experts, world.num_ranks};
+  const PreparedExpertMap& experts = args.experts;
   const int num_ranks = world.num_ranks;
-  const int num_words = kNumHeaderFields + num_ranks + args.num_experts;
+  const int num_words = kNumHeaderFields + num_ranks + experts.num_experts;
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
     if (idx >= kNumHeaderFields + num_ranks) {  // to the expert's rank
       const int expert = idx - kNumHeaderFields - num_ranks;
@@ -162,6 +174,7 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
                         num_ranks + expert - experts.first_expert(owner),
                     total);
       // Expanded outputs: every rank computes where its rows belong, on every rank.
+      DC_NO_UNROLL
       for (int peer = 0; peer < num_ranks && args.expansion.first_rows != nullptr; ++peer) {
         if (world.is_absent(peer)) continue;
         arch::st_weak(world.expert_counts(peer, world.rank, context.generation) + expert, total);
@@ -176,106 +189,115 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
     } else {
       value = args.header.fields[idx];
     }
+    DC_NO_UNROLL
     for (int step = 1; step <= num_ranks; ++step) {
-      const int peer = (world.rank + step) % num_ranks;
+      const int peer =
+          world.rank + step < num_ranks ? world.rank + step : world.rank + step - num_ranks;
       if (world.is_absent(peer)) continue;
       arch::st_weak(world.counts(peer, world.rank, context.generation) + idx, value);
     }
   }
 }
 
-// Compares every peer's header with this rank's. Threads [0, R) of a block.
-DC_DEVICE void check_headers(const Context& context, const NotifyArgs& args) {
-  const int peer = arch::thread_idx();
-  if (!args.world.takes_part(peer)) return;
-  const int32_t* header = args.world.counts(args.world.rank, peer, context.generation);
-  if (arch::ld_weak(header + static_cast<int>(HeaderField::kBadExpertIndex)) != 0) {
+// One lane: rank `peer` has another value of a header's field, or routing with a bad index.
+DC_DEVICE_COLD void report_header(Context context, int peer, int field, int32_t theirs, int32_t own,
+                                  int num_experts) {
+  if (field == static_cast<int>(HeaderField::kBadExpertIndex)) {
     report_error(context, {ErrorKind::kExpertIndex,
                            {Stage::kCheckArguments, Word::kTopkIdx, peer, -1},
                            0,
-                           static_cast<uint64_t>(args.num_experts),
+                           static_cast<uint64_t>(num_experts),
                            0,
                            -1});
-    abort_rank(context);
+  } else {
+    report_error(context, {ErrorKind::kConfigMismatch,
+                           {Stage::kCounts, Word::kHeader, peer, field},
+                           static_cast<uint64_t>(static_cast<int64_t>(theirs)),
+                           static_cast<uint64_t>(static_cast<int64_t>(own)),
+                           0,
+                           -1});
   }
-  for (int field = 0; field < static_cast<int>(HeaderField::kNumCompared); ++field) {
-    const int32_t theirs = arch::ld_weak(header + field);
-    if (theirs != args.header.fields[field]) {
-      report_error(context, {ErrorKind::kConfigMismatch,
-                             {Stage::kCounts, Word::kHeader, peer, field},
-                             static_cast<uint64_t>(static_cast<int64_t>(theirs)),
-                             static_cast<uint64_t>(static_cast<int64_t>(args.header.fields[field])),
-                             0,
-                             -1});
-      abort_rank(context);
-    }
-  }
+  abort_rank(context);
 }
 
-// Thread j < R: writes column j of the rank prefix matrix, and the total if j is this rank. Returns
-// the column's last entry: the rows that rank j receives.
-DC_DEVICE int32_t write_rank_prefix(const Context& context, const NotifyArgs& args, int dst) {
+// A warp: compares rank `peer`'s header with this rank's, and writes column `peer` of the rank prefix
+// matrix: the rows that `peer` receives. Lanes hold the fields of the header, the lanes after them
+// what each rank sends to `peer`.
+DC_DEVICE PeerSummary summarise_peer(const Context& context, const NotifyArgs& args, int peer) {
+  static_assert(kNumHeaderFields + kMaxRanks <= kWarpSize);
   const World& world = args.world;
-  int32_t counts[kMaxRanks];  // all loads in flight before the first sum
-  DC_UNROLL
-  for (int src = 0; src < kMaxRanks; ++src) {
-    counts[src] = world.takes_part(src)
-                      ? arch::ld_weak(world.counts(world.rank, src, context.generation) +
-                                      kNumHeaderFields + dst)
-                      : 0;
+  const int lane = arch::lane_idx(), src = lane - kNumHeaderFields;
+  const bool is_count = src >= 0 && world.takes_part(src);
+  const bool is_field = src < 0 && !world.is_absent(peer);
+  const int32_t* word = world.counts(world.rank, is_count ? src : peer, context.generation) +
+                        (is_count ? kNumHeaderFields + peer : lane);
+  const int32_t value = is_count || is_field ? arch::ld_weak(word) : 0;
+  const int32_t own = lane < static_cast<int>(HeaderField::kNumCompared) ? args.header.fields[lane]
+                      : lane == static_cast<int>(HeaderField::kBadExpertIndex) ? 0
+                                                                               : value;
+  const bool differs = is_field && value != own;
+  if (differs) report_header(context, peer, lane, value, own, args.experts.num_experts);
+  int32_t sum = src >= 0 ? value : 0;
+  for (int delta = 1; delta < kMaxRanks; delta *= 2) {
+    const int32_t lower = arch::shfl_up(kFullMask, sum, delta);
+    if (src >= delta) sum += lower;
   }
-  int32_t sum = 0;
-  DC_UNROLL
-  for (int src = 0; src < kMaxRanks; ++src) {
-    sum += counts[src];
-    if (src < world.num_ranks)
-      arch::st_weak(args.rank_prefix_matrix + src * world.num_ranks + dst, sum);
+  if (src >= 0 && src < world.num_ranks) {
+    arch::st_weak(args.rank_prefix_matrix + src * world.num_ranks + peer, sum);
+    if (peer == world.rank) arch::st_weak(args.recv_counts + 1 + src, value);
   }
-  if (dst == world.rank) {
-    arch::st_relaxed_sys(&args.counts->num_recv_tokens, sum);
-    arch::st_weak(args.recv_counts, sum);
-    DC_UNROLL
-    for (int src = 0; src < kMaxRanks; ++src) {
-      if (src < world.num_ranks) arch::st_weak(args.recv_counts + 1 + src, counts[src]);
-    }
+  const int32_t num_rows = arch::shfl(kFullMask, sum, kNumHeaderFields + kMaxRanks - 1);
+  if (peer == world.rank && lane == 0) {
+    arch::st_weak(args.recv_counts, num_rows);
+    arch::st_relaxed_sys(&args.counts->num_recv_tokens, num_rows);
   }
-  return sum;
+  const auto field = [&](HeaderField name) {
+    return arch::shfl(kFullMask, value, static_cast<int>(name));
+  };
+  const OutputWords words{static_cast<uint32_t>(field(HeaderField::kOutputLine)),
+                          static_cast<uint32_t>(field(HeaderField::kSrcLine)),
+                          static_cast<uint32_t>(field(HeaderField::kOutputRows))};
+  const bool is_expanded = args.expansion.first_rows != nullptr;
+  const int32_t wanted = is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows;
+  return {field(HeaderField::kNumTokens), !arch::any(kFullMask, differs),
+          world.is_absent(peer) || words.has_room(wanted)};
 }
 
-// Warp 0: the rank prefix matrix, the most tokens of a rank, and whether the announced outputs
-// suffice. All ranks read the same words, so they decide the same.
-DC_DEVICE void write_totals(const Context& context, const NotifyArgs& args) {
-  const World& world = args.world;
+// One thread, once: what the dispatch after this kernel may do. It may have begun already, so all
+// that it reads is complete.
+DC_DEVICE void announce_result(const Context& context, NotifyResult result) {
+  // pairs with: await_notify in this rank's dispatch — the routing, peers' counts, and the
+  // generation that this kernel has closed
+  arch::st_release_gpu(&context.world.state()->notified,
+                       Tagged::pack(context.generation, static_cast<uint32_t>(result)));
+}
+
+// Warp 0: what the ranks have in common: the most tokens of a rank, and whether the announced
+// outputs suffice. All ranks read the same words, so they decide the same. False if the rank has
+// failed.
+DC_DEVICE bool write_totals(const Context& context, const NotifyArgs& args,
+                            const NotifySmem& smem) {
   const int peer = arch::lane_idx();
-  bool is_direct = true;
-  int32_t max_tokens_of_step = 0;
-  if (peer < world.num_ranks) {
-    const int32_t num_rows = write_rank_prefix(context, args, peer);
-    const bool is_expanded = args.expansion.first_rows != nullptr;
-    if (!world.is_absent(peer)) {
-      max_tokens_of_step = arch::ld_weak(world.counts(world.rank, peer, context.generation) +
-                                         static_cast<int>(HeaderField::kNumTokens));
-      const int32_t wanted = is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows;
-      is_direct = words_of_notify(world, peer, context.generation).has_room(wanted);
-    }
-  }
-  is_direct = arch::all(kFullMask, is_direct);
+  PeerSummary summary{0, true, true};
+  if (peer < args.world.num_ranks) summary = smem.of_peer[peer];
+  const bool is_direct = arch::all(kFullMask, summary.has_room);
+  const bool is_sound = arch::all(kFullMask, summary.is_sound) && !is_aborted(args.world);
+  int32_t max_tokens = summary.num_tokens;
   for (int mask = kMaxRanks / 2; mask > 0; mask /= 2)
-    max_tokens_of_step =
-        max_of(max_tokens_of_step, arch::shfl_xor(kFullMask, max_tokens_of_step, mask));
-  if (peer != 0) return;
-  arch::st_relaxed_sys(&args.counts->max_num_tokens, max_tokens_of_step);
-  arch::st_relaxed_sys(&args.counts->is_direct, is_direct ? 1 : 0);
-  // pairs with: the end of this kernel — read by the next dispatch
-  const NotifyResult result = is_aborted(world) ? NotifyResult::kFailed
-                              : is_direct       ? NotifyResult::kDirect
-                                                : NotifyResult::kNotDirect;
-  arch::st_relaxed_gpu(&world.state()->notify_result, static_cast<uint32_t>(result));
+    max_tokens = max_of(max_tokens, arch::shfl_xor(kFullMask, max_tokens, mask));
+  if (peer == 0) {
+    announce_result(context, !is_sound   ? NotifyResult::kFailed
+                             : is_direct ? NotifyResult::kDirect
+                                         : NotifyResult::kNotDirect);
+    arch::st_relaxed_sys(&args.counts->max_num_tokens, max_tokens);
+    arch::st_relaxed_sys(&args.counts->is_direct, is_direct ? 1 : 0);
+  }
+  return is_sound;
 }
 
 DC_DEVICE void write_expert_counts(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
-  const ExpertMap experts{args.num_experts, world.num_ranks};
+  const PreparedExpertMap& experts = args.experts;
   for (int expert = arch::thread_idx(); expert < experts.num_local_experts(world.rank);
        expert += arch::num_threads()) {
     const int position = kNumHeaderFields + world.num_ranks + expert;
@@ -324,7 +346,7 @@ DC_DEVICE void write_channel_prefix(const NotifyArgs& args) {
 DC_DEVICE void write_expansion(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
   const ExpansionArgs& out = args.expansion;
-  const ExpertMap experts{args.num_experts, world.num_ranks};
+  const PreparedExpertMap& experts = args.experts;
   const int lane = arch::lane_idx();
   for (int dst = arch::warp_idx(); dst < world.num_ranks; dst += arch::num_warps()) {
     const int first = experts.first_expert(dst), count = experts.num_local_experts(dst);
@@ -363,10 +385,6 @@ DC_DEVICE void write_expansion(const Context& context, const NotifyArgs& args) {
 DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, NotifySmem* smem) {
   const uint32_t signature = Operation::signature(Kernel::kNotifyDispatch, nullptr, 0);
   send_counts(context, args);
-  if (arch::thread_idx() == 0) {
-    arch::st_relaxed_gpu(&context.world.state()->notify_result,
-                         static_cast<uint32_t>(NotifyResult::kFailed));
-  }
   arch::sync_block();  // the block's counts before the arrivals that release them
   announce_arrival(context, signature);
   if (arch::warp_idx() == 0) {
@@ -376,15 +394,25 @@ DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, N
   }
   write_channel_prefix(args);
   arch::sync_block();
-  if (smem->has_arrived == 0) return;
-  check_headers(context, args);
-  if (args.expansion.first_rows != nullptr) write_expansion(context, args);
-  arch::sync_block();  // what they found, before is_direct
-  if (arch::warp_idx() == 0) write_totals(context, args);
-  write_expert_counts(context, args);
-  // order-proof: before a release for the host, see there; is_aborted is for headers that differ
+  if (smem->has_arrived == 0) {
+    if (arch::thread_idx() == 0) announce_result(context, NotifyResult::kFailed);
+    return;
+  }
+  if (args.expansion.first_rows != nullptr) {
+    write_expansion(context, args);
+    arch::sync_block();  // the rows of each rank's output, before they are compared with its room
+  }
+  for (int peer = arch::warp_idx(); peer < args.world.num_ranks; peer += arch::num_warps()) {
+    const PeerSummary summary = summarise_peer(context, args, peer);
+    if (arch::lane_idx() == 0) smem->of_peer[peer] = summary;
+  }
   arch::sync_block();
-  if (arch::thread_idx() == 0 && !is_aborted(args.world)) {
+  bool is_sound = true;
+  if (arch::warp_idx() == 0) is_sound = write_totals(context, args, *smem);
+  write_expert_counts(context, args);
+  // order-proof: before a release for the host, see there
+  arch::sync_block();
+  if (arch::thread_idx() == 0 && is_sound) {
     // pairs with: Engine::wait_counts on the host — every field of CountsBlock
     // order-proof: in a simulation the host reads it after the end of the kernel
     arch::st_release_sys(&args.counts->sequence, args.sequence);
@@ -400,8 +428,10 @@ DC_DEVICE void notify_dispatch(const NotifyArgs& args) {
   note_in_block(context, TraceStep::kCounted);
   // The counts' ticket is the kernel's exit as well: the other blocks have nothing left to do.
   if (!is_last_to_count(args.world, &smem->ticket)) return;
+  // The dispatch behind this kernel begins beside it, on the SMs that the other blocks have left.
+  arch::allow_later_launch();
+  close_generation(context);  // before that dispatch takes work: see announce_result
   exchange_counts(context, args, smem);
-  close_generation(context);
 }
 
 }  // namespace deep_comm

@@ -59,8 +59,8 @@ struct LocalState {
   // get_dispatch_layout has seen an index out of range since the last notify
   uint32_t bad_expert_index;
   uint32_t layout_ticket;  // blocks of a layout or notify kernel that have added their counts
-  uint32_t notify_result;  // NotifyResult of the last notify_dispatch
   uint32_t blamed;         // two tiers: the rank that a failed neighbour waited for, plus one
+  uint64_t notified;       // Tagged: NotifyResult of the last notify_dispatch
   // By parity of a kernel's generation; those of the next kernel are zero.
   TakenWork taken[2];
   // Tagged: an expanded dispatch runs, in this DispatchMode. From its entry until the end of the
@@ -72,6 +72,7 @@ struct LocalState {
 // What notify_dispatch tells the dispatch after it. The same on all ranks, unless one has timed
 // out.
 enum class NotifyResult : uint32_t {
+  kNone,       // there is none yet
   kNotDirect,  // some rank has announced no room for its rows
   kDirect,     // rows may be written to the announced outputs without another barrier
   kFailed,     // nothing may be sent

@@ -131,6 +131,26 @@ DC_DEVICE void load_experts(const void* topk_idx, int64_t position, int count, i
   }
 }
 
+// One thread: calls each(expert, position) for `count` of them, in order. Eight loads are in flight at
+// once: otherwise each would cost a trip to memory. The loop over them is kept rolled: a kernel begins
+// with cold instruction caches, and code that runs once costs more to fetch than to run.
+template <class Each>
+DC_DEVICE void for_each_expert(const void* topk_idx, int64_t begin, int count, int num_bytes,
+                               const Each& each) {
+  constexpr int kBatch = 8;
+  for (int base = 0; base < count; base += kBatch) {
+    const int num = min_of(kBatch, count - base);
+    int experts[kBatch];
+    load_experts<kBatch>(topk_idx, begin + base, num, num_bytes, experts);
+    DC_NO_UNROLL
+    for (int k = 0; k < num; ++k) {
+      each(experts[0], begin + base + k);
+      DC_UNROLL
+      for (int next = 1; next < kBatch; ++next) experts[next - 1] = experts[next];
+    }
+  }
+}
+
 DC_DEVICE void store_expert(void* topk_idx, int64_t position, int num_bytes, int expert) {
   if (num_bytes == 4) {
     arch::st_weak(static_cast<int32_t*>(topk_idx) + position, static_cast<int32_t>(expert));

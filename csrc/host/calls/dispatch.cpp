@@ -22,9 +22,9 @@ bool can_be_direct(bool is_expanded, int64_t num_tokens) {
 }
 
 // What every dispatch tells its kernel.
-DispatchArgs dispatch_args(const DispatchPlan& plan, const Payload& payload,
-                           const RoutingAddresses& routing, int num_experts,
-                           const DispatchOutputs& out) {
+DispatchArgs common_args(const DispatchPlan& plan, const Payload& payload,
+                         const RoutingAddresses& routing, int num_experts,
+                         const DispatchOutputs& out) {
   const size_t output_offset =
       can_be_direct(plan.options.is_expanded, payload.num_tokens) ? out.output_offset : 0;
   DispatchArgs args = plan.variant(output_offset != 0).args;
@@ -92,7 +92,7 @@ class LaunchedCachedDispatch : public ReservedCachedDispatch {
       : ReservedCachedDispatch(std::move(reserved)) {
     const DispatchRecord& handle = *handle_;
     DispatchArgs args =
-        dispatch_args(plan_->dispatch, payload_, handle.routing, handle.num_experts, out_);
+        common_args(plan_->dispatch, payload_, handle.routing, handle.num_experts, out_);
     if (handle.expansion) {
       args.send_row = pointer_of<int32_t>(handle.expansion->send_row);
       args.num_expanded = pointer_of<int32_t>(handle.expansion->num_expanded);
@@ -112,8 +112,7 @@ class LaunchedCachedDispatch : public ReservedCachedDispatch {
     context_.region_use.note(&RegionUse::dispatch, out_.block != nullptr,
                              form.layout(out_.num_rows).num_bytes);
     DispatchResult result;
-    fill_result(context_, payload_, form, plan_->rings.num_local_blocks, false, std::move(out_),
-                order_, &result);
+    fill_result(context_, payload_, form, plan_->rings, false, std::move(out_), order_, &result);
     result.event = order_.finish(inputs_of(payload_, request_), &handle_->held);
     return result;
   }
@@ -230,7 +229,7 @@ class ReservedDispatch : public CheckedDispatch {
     addresses.recv_channel_prefix = part(RoutingPart::kRecvChannelPrefix);
   }
 
-  void launch_notify() {
+  NotifyArgs notify_args() const {
     NotifyArgs args = plan->notify.args;
     if (!routing.has_layout) args.topk.data = pointer_of<void>(routing.topk_idx);
     if (routing.has_layout) {
@@ -250,17 +249,33 @@ class ReservedDispatch : public CheckedDispatch {
         pointer_of<int32_t>(layout.address(block.base, RoutingPart::kTokensPerExpert));
     args.recv_counts = pointer_of<int32_t>(layout.address(block.base, RoutingPart::kRecvCounts));
     if (flags.expand) args.expansion = numbering.notify_args();
-    context->launch([&] { context->engine.notify_dispatch(plan->notify, args, order->stream()); });
+    return args;
+  }
+
+  // Notify, and the dispatch behind it if there is room for its rows.
+  void launch_first() {
+    const NotifyArgs notify = notify_args();
+    const bool has_dispatch = is_bounded() || reservation;
+    EngineCalls& engine = context->engine;
+    if (has_dispatch && !flags.expand) {
+      const DispatchArgs args = dispatch_args(!is_bounded());
+      context->launch([&] {
+        engine.notify_and_dispatch(plan->notify, notify, plan->dispatch, args, order->stream());
+      });
+      return context->end();
+    }
+    context->launch([&] { engine.notify_dispatch(plan->notify, notify, order->stream()); });
     context->end();
     if (!flags.expand) return;
     number_rows(*context, numbering,
                 {routing.topk_idx, routing.topk_idx_bytes, payload.num_tokens, routing.num_topk,
                  routing.num_experts},
                 plan->rings.num_local_blocks, order->stream());
+    if (has_dispatch) launch_dispatch(!is_bounded());
   }
 
-  void launch_dispatch(bool is_speculative) {
-    DispatchArgs args = dispatch_args(plan->dispatch, payload, addresses, routing.num_experts, out);
+  DispatchArgs dispatch_args(bool is_speculative) const {
+    DispatchArgs args = common_args(plan->dispatch, payload, addresses, routing.num_experts, out);
     args.follows_notify = true;
     args.is_speculative = is_speculative;
     args.fill_tail = is_bounded();
@@ -273,6 +288,11 @@ class ReservedDispatch : public CheckedDispatch {
       args.send_rows = pointer_of<int32_t>(numbering.at(numbering.layout.send_rows));
       args.num_expanded = pointer_of<int32_t>(numbering.at(numbering.layout.num_expanded));
     }
+    return args;
+  }
+
+  void launch_dispatch(bool is_speculative) {
+    const DispatchArgs args = dispatch_args(is_speculative);
     if (flags.expand) {
       return dispatch_expanded(*context, plan->dispatch, args,
                                {.expansion = make_expansion(),
@@ -318,8 +338,7 @@ class ReservedDispatch : public CheckedDispatch {
 class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
  public:
   explicit LaunchedDispatch(ReservedDispatch&& reserved) : ReservedDispatch(std::move(reserved)) {
-    launch_notify();
-    if (is_bounded() || reservation) launch_dispatch(!is_bounded());
+    launch_first();
   }
 
   DispatchResult receive() override {
@@ -328,8 +347,8 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
                              form.layout(out.num_rows).num_bytes);
     const std::shared_ptr<DispatchRecord> record = make_record();
     DispatchResult result;
-    fill_result(*context, payload, form, plan->rings.num_local_blocks, flags.defers_topk,
-                std::move(out), *order, &result);
+    fill_result(*context, payload, form, plan->rings, flags.defers_topk, std::move(out), *order,
+                &result);
     result.has_counts = true;
     if (counts) result.num_recv_tokens_per_expert = std::move(counts->num_recv_tokens_per_expert);
     result.record = record;
@@ -411,12 +430,12 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
 }  // namespace
 
 void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
-                 int num_local_blocks, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
+                 const RingPlan& rings, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
                  DispatchResult* result) {
   Object by_column;
   if (payload.is_column_major) {
     by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
-                                 num_local_blocks, order);
+                                 rings, order);
   }
   DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
   result->recv_x = std::move(tensors.x);
