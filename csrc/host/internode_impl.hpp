@@ -94,14 +94,15 @@ void Engine<Target>::make_rings(const ChannelConfig& config, const RailConfig& r
 
 template <class Target>
 void Engine<Target>::internode_layout(InternodeLayoutArgs args, uint64_t stream) {
-  check_num_experts(args.num_experts);
+  const int num_experts = args.experts.num_experts;
+  check_num_experts(num_experts);
   args.tiers = tiers_;
   const Tuning& tuning = Target::kTuning;
   args.tokens_per_block =
       max_of(tuning.layout_tokens_per_block, ceil_div(args.num_tokens, tuning.max_notify_blocks));
   const size_t smem_bytes =
-      sizeof(int32_t) * (tiers_.num_ranks() + tiers_.num_nodes() + args.num_experts + 1);
-  check_counters(args.num_experts, smem_bytes);
+      sizeof(int32_t) * (tiers_.num_ranks() + tiers_.num_nodes() + num_experts + 1);
+  check_counters(num_experts, smem_bytes);
   launch<InternodeLayoutKernel>(
       {.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),
        .num_threads = tuning.layout_threads,

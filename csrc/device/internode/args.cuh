@@ -76,7 +76,7 @@ struct InternodeLayoutArgs {
   int topk_idx_bytes;
   int num_tokens;
   int num_topk;
-  int num_experts;
+  PreparedExpertMap experts;
   int tokens_per_block;
   int32_t* num_tokens_per_rank;    // out [R]
   int32_t* num_tokens_per_node;    // out [N]

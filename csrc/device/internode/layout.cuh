@@ -18,39 +18,36 @@
 
 namespace deep_comm {
 
-// One thread, one token: the ranks in [first_rank, first_rank + 32) that it goes to.
-DC_DEVICE uint32_t ranks_of_token(const InternodeLayoutArgs& args, int token, int first_rank) {
-  const ExpertMap experts{args.num_experts, args.tiers.num_ranks()};
-  uint32_t rank_mask = 0;
-  for (int k = 0; k < args.num_topk; ++k) {
-    const int64_t position = static_cast<int64_t>(token) * args.num_topk + k;
-    const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
-    if (expert < 0 || expert >= args.num_experts) continue;
-    const int rank = experts.rank_of(expert) - first_rank;
-    if (rank >= 0 && rank < kWarpSize) rank_mask |= 1u << rank;
-  }
-  return rank_mask;
+DC_DEVICE_COLD void report_bad_expert(const InternodeLayoutArgs& args, int64_t position) {
+  const Context context{args.world, Kernel::kLayout, 0, false, {args.tiers.rank, 0, 1}};
+  arch::st_relaxed_gpu(&args.world.state()->bad_expert_index, 1u);
+  report_error(
+      context,
+      {ErrorKind::kExpertIndex,
+       {Stage::kCheckArguments, Word::kTopkIdx, args.tiers.rank, args.num_topk},
+       static_cast<uint64_t>(load_given_expert(args.topk_idx, position, args.topk_idx_bytes)),
+       static_cast<uint64_t>(args.experts.num_experts),
+       0,
+       position});
 }
 
-DC_DEVICE void count_experts(const InternodeLayoutArgs& args, int token, int32_t* num_per_expert) {
-  for (int k = 0; k < args.num_topk; ++k) {
-    const int64_t position = static_cast<int64_t>(token) * args.num_topk + k;
-    const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
-    if (expert >= 0 && expert < args.num_experts) {
-      arch::atomic_add_relaxed_cta(num_per_expert + expert, 1);
-    } else if (expert != -1) {
-      const Context context{args.world, Kernel::kLayout, 0, false, {args.tiers.rank, 0, 1}};
-      arch::st_relaxed_gpu(&args.world.state()->bad_expert_index, 1u);
-      report_error(
-          context,
-          {ErrorKind::kExpertIndex,
-           {Stage::kCheckArguments, Word::kTopkIdx, args.tiers.rank, args.num_topk},
-           static_cast<uint64_t>(load_given_expert(args.topk_idx, position, args.topk_idx_bytes)),
-           static_cast<uint64_t>(args.num_experts),
-           0,
-           position});
-    }
-  }
+// One thread, one token: the ranks in [first_rank, first_rank + 32) that it goes to. With the first
+// of them it also counts the entries.
+DC_DEVICE uint32_t ranks_of_token(const InternodeLayoutArgs& args, int token, int first_rank,
+                                  int32_t* num_per_expert) {
+  uint32_t rank_mask = 0;
+  for_each_expert(args.topk_idx, static_cast<int64_t>(token) * args.num_topk, args.num_topk,
+                  args.topk_idx_bytes, [&](int expert, int64_t position) {
+                    if (expert == -1) return;
+                    const bool is_valid = expert >= 0 && expert < args.experts.num_experts;
+                    if (first_rank == 0) {
+                      if (!is_valid) return report_bad_expert(args, position);
+                      arch::atomic_add_relaxed_cta(num_per_expert + expert, 1);
+                    }
+                    const int rank = is_valid ? args.experts.rank_of(expert) - first_rank : -1;
+                    if (rank >= 0 && rank < kWarpSize) rank_mask |= 1u << rank;
+                  });
+  return rank_mask;
 }
 
 // The whole warp: adds the number of lanes with `goes`.
@@ -63,17 +60,17 @@ DC_DEVICE void count_lanes(int32_t* counter, bool goes) {
 DC_DEVICE void count_tokens(const InternodeLayoutArgs& args, int32_t* counters) {
   const int num_ranks = args.tiers.num_ranks(), num_local = args.tiers.ranks_per_node();
   int32_t* num_per_node = counters + num_ranks;
+  int32_t* num_per_expert = num_per_node + args.tiers.num_nodes();
   const int begin = arch::block_idx() * args.tokens_per_block;
   const int end = min_of(begin + args.tokens_per_block, args.num_tokens);
   // Whole warps step together, so that the ballots are complete.
   for (int base = begin; base < end; base += arch::num_threads()) {
     const int token = base + arch::thread_idx();
-    if (token < end) count_experts(args, token, num_per_node + args.tiers.num_nodes());
     uint32_t rank_mask = 0;
     bool goes_to_node = false;  // a node counts a token once, however many of its ranks get it
     for (int rank = 0; rank < num_ranks; ++rank) {
       if (rank % kWarpSize == 0) {
-        rank_mask = token < end ? ranks_of_token(args, token, rank) : 0;
+        rank_mask = token < end ? ranks_of_token(args, token, rank, num_per_expert) : 0;
       }
       const bool goes = (rank_mask >> (rank % kWarpSize) & 1) != 0;
       if (token < end) {
@@ -92,7 +89,7 @@ DC_DEVICE void count_tokens(const InternodeLayoutArgs& args, int32_t* counters) 
 // The last block: writes the results and zeroes the accumulators.
 DC_DEVICE void write_internode_layout(const InternodeLayoutArgs& args, int32_t* totals) {
   const int num_ranks = args.tiers.num_ranks(), first_expert = num_ranks + args.tiers.num_nodes();
-  for (int idx = arch::thread_idx(); idx < first_expert + args.num_experts;
+  for (int idx = arch::thread_idx(); idx < first_expert + args.experts.num_experts;
        idx += arch::num_threads()) {
     const int32_t total = arch::ld_relaxed_gpu(totals + idx);
     arch::st_relaxed_gpu(totals + idx, 0);
@@ -104,7 +101,8 @@ DC_DEVICE void write_internode_layout(const InternodeLayoutArgs& args, int32_t* 
 }
 
 DC_DEVICE void internode_layout(const InternodeLayoutArgs& args) {
-  const int num_counters = args.tiers.num_ranks() + args.tiers.num_nodes() + args.num_experts;
+  const int num_counters =
+      args.tiers.num_ranks() + args.tiers.num_nodes() + args.experts.num_experts;
   int32_t* totals = reinterpret_cast<int32_t*>(args.world.bases[args.world.rank] +
                                                args.tiers.rail.layout.counters);
   int32_t* counters = reinterpret_cast<int32_t*>(arch::dynamic_smem());
