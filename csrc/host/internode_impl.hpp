@@ -186,7 +186,8 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   const RailMessage& message = args.message;
   const int num_nodes = tiers_.num_nodes(), num_local = world_.num_ranks;
   args.placed = {message.row_bytes, message.scale_row_bytes, message.num_topk, num_local};
-  args.staging = {tiers_.rail.layout.data, rail_ring_bytes_, num_nodes, args.placed.slot_bytes()};
+  args.staging = RailStaging::make(tiers_.rail.layout.data, rail_ring_bytes_, num_nodes,
+                                   args.placed.slot_bytes());
   const bool is_quantised = args.source != nullptr;
   // With one rank per node, rows are forwarded only where the rail puts them.
   constexpr int kLoneForwardWarps = 1;

@@ -107,29 +107,9 @@ DC_DEVICE const TierAnnouncement* announcement_by(const Context& node, const Two
       tiers.rail.layout.announcement_of(local, static_cast<int>(node.generation & 1u)));
 }
 
-// The whole warp; the result is uniform.
-DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
-  const TwoTier& tiers = args.tiers;
-  const int num_ranks = tiers.num_ranks();
-  uint32_t offer = TierOffer::kAll;
-  if (args.output_line == 0 || args.send_slots == nullptr ||
-      arch::ld_nc(args.recv_rank_prefix_sum + num_ranks - 1) > args.num_recv_rows) {
-    offer = 0;
-  }
-  // Otherwise it is an error in either mode: see fill_tail_rows.
-  if (args.is_early &&
-      arch::ld_nc(args.recv_node_prefix_sum + tiers.num_nodes() - 1) > args.num_forward_rows) {
-    offer = 0;
-  }
-  const int fit_near = args.staging.rows_per_node(false);
-  const int fit_put = args.staging.rows_per_node(true);
-  for (int node = arch::lane_idx(); node < tiers.num_nodes(); node += kWarpSize) {
-    if (node == tiers.rail.node) continue;
-    const int num_rows = num_rows_from(args, node);
-    if (num_rows > fit_near) offer &= ~TierOffer::kFitsIfNear;
-    if (num_rows > fit_put) offer &= ~TierOffer::kFitsIfPut;
-    if (arch::rail_near(tiers.rail.port, node) == nullptr) offer &= ~TierOffer::kAllNear;
-  }
+// The whole warp: what all lanes offer.
+DC_DEVICE uint32_t offer_of_all(uint32_t offer) {
+  DC_NO_UNROLL
   for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
     offer &= arch::shfl_xor(kFullMask, offer, delta);
   return offer;
@@ -143,6 +123,7 @@ DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs&
   const int parity = static_cast<int>(node.generation & 1u);
   const size_t offset =
       tiers.rail.layout.announcement_of(node.world.rank, parity) + sizeof(TierAnnouncement);
+  DC_NO_UNROLL
   for (int idx = arch::lane_idx(); idx < num_nodes * num_local; idx += kWarpSize) {
     const int local = idx % num_local, source = idx;  // that local index at node idx / num_local
     int32_t* starts = reinterpret_cast<int32_t*>(node.world.bases[local] + offset);
@@ -150,20 +131,45 @@ DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs&
   }
 }
 
-// One lane: tells the rank of this local index at `node` where that rank's rows belong in the outputs of
-// this one, if stores reach it. This rank's arrival follows, by the same lane.
-DC_DEVICE void announce_straight_rows(const Context& context, const InternodeDispatchArgs& args,
-                                      int node) {
-  const RailTier& tier = args.tiers.rail;
-  uint8_t* near = near_segment(context.world, tier, node);
-  if (near == nullptr) return;
+// Block 0, one warp: tells the rank of this local index at every node that stores reach where that
+// rank's rows belong in the outputs of this one. This rank's arrival follows, by the same lane.
+// Returns this rank's offer, the same in all lanes. What it loads is loaded before any of it is used.
+DC_DEVICE uint32_t announce_straight_rows(const Context& context,
+                                          const InternodeDispatchArgs& args) {
+  const TwoTier& tiers = args.tiers;
+  const RailTier& tier = tiers.rail;
   const int parity = static_cast<int>(context.generation & 1u);
-  RailOutput* output =
-      reinterpret_cast<RailOutput*>(near + tier.layout.rail_output_of(tier.node, parity));
-  arch::st_weak(&output->output_line, args.output_line);
-  arch::st_weak(&output->start,
-                start_of(args, node * args.tiers.ranks_per_node() + context.world.rank));
-  arch::st_weak(&output->num_rows, num_output_rows(args));
+  const int fit_near = args.staging.rows_per_node(false);
+  const int fit_put = args.staging.rows_per_node(true);
+  const int num_rows = arch::ld_nc(args.recv_rank_prefix_sum + tiers.num_ranks() - 1);
+  const int num_forward = arch::ld_nc(args.recv_node_prefix_sum + tiers.num_nodes() - 1);
+  uint32_t offer = TierOffer::kAll;
+  DC_NO_UNROLL
+  for (int node = arch::lane_idx(); node < tiers.num_nodes(); node += kWarpSize) {
+    if (node == tier.node) continue;
+    const int start = start_of(args, node * tiers.ranks_per_node() + context.world.rank);
+    const int num_from = num_rows_from(args, node);
+    uint8_t* near = near_segment(context.world, tier, node);
+    if (num_from > fit_near) offer &= ~TierOffer::kFitsIfNear;
+    if (num_from > fit_put) offer &= ~TierOffer::kFitsIfPut;
+    if (near == nullptr) {
+      offer &= ~TierOffer::kAllNear;
+      continue;
+    }
+    RailOutput* output =
+        reinterpret_cast<RailOutput*>(near + tier.layout.rail_output_of(tier.node, parity));
+    arch::st_weak(&output->output_line, args.output_line);
+    arch::st_weak(&output->start, start);
+    arch::st_weak(&output->num_rows,
+                  args.is_early ? num_rows : static_cast<int>(args.num_recv_rows));
+  }
+  const bool has_outputs = args.output_line != 0 && args.send_slots != nullptr;
+  // Forwarded rows that do not fit are an error in either mode: see fill_tail_rows.
+  if (!has_outputs || num_rows > args.num_recv_rows ||
+      (args.is_early && num_forward > args.num_forward_rows)) {
+    offer = 0;
+  }
+  return offer_of_all(offer);
 }
 
 // Of a peer's outputs: its sizes are this rank's, as they are part of the operation's signature.
@@ -173,18 +179,22 @@ DC_DEVICE OutputLayout layout_of_peer(const InternodeDispatchArgs& args, int64_t
 }
 
 // What the rank of this local index at `node` has announced here. It has arrived.
-DC_DEVICE StraightRows straight_rows_at(const Context& context, const InternodeDispatchArgs& args,
-                                        int node) {
-  const RailTier& tier = args.tiers.rail;
+DC_DEVICE RailOutput load_rail_output(const Context& context, const RailTier& tier, int node) {
   const int parity = static_cast<int>(context.generation & 1u);
   const RailOutput* output = reinterpret_cast<const RailOutput*>(
       own_word(context.world, tier.layout.rail_output_of(node, parity)));
-  const int64_t start = arch::ld_weak(&output->start), num_rows = arch::ld_weak(&output->num_rows);
-  const OutputLayout layout = layout_of_peer(args, num_rows);
-  uint8_t* block = near_segment(context.world, tier, node) +
-                   static_cast<size_t>(arch::ld_weak(&output->output_line)) * kLineBytes;
+  return {arch::ld_weak(&output->output_line), arch::ld_weak(&output->start),
+          arch::ld_weak(&output->num_rows)};
+}
+
+// near: that rank's segment.
+DC_DEVICE StraightRows straight_rows_of(const InternodeDispatchArgs& args, uint8_t* near,
+                                        const RailOutput& output) {
+  const int64_t start = output.start;
+  const OutputLayout layout = layout_of_peer(args, output.num_rows);
+  uint8_t* block = near + static_cast<size_t>(output.output_line) * kLineBytes;
   return {block + layout.x + start * args.message.row_bytes,
-          block + layout.scales + start * args.message.scale_row_bytes, num_rows - start};
+          block + layout.scales + start * args.message.scale_row_bytes, output.num_rows - start};
 }
 
 // Block 0, one warp. False: a wait failed.
@@ -193,10 +203,10 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
   const World& world = contexts.node.world;
   const uint32_t generation = contexts.node.generation;
   const int parity = static_cast<int>(generation & 1u), lane = arch::lane_idx();
-  uint32_t offer = own_offer(args);
+  uint32_t offer = announce_straight_rows(contexts.node, args);
+  DC_NO_UNROLL
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
-    announce_straight_rows(contexts.node, args, node);
     // pairs with: the load below at the node, after this rank's arrival on the same queue
     write_rail_word_first(world, tier, node, 0, tier.layout.offer_of(tier.node, parity),
                           Tagged::pack(generation, offer));
@@ -207,36 +217,37 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
     announce_dispute(contexts);
     return false;
   }
+  DC_NO_UNROLL
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
     offer &=
         Tagged::unpack(arch::ld_relaxed_sys(own_word(world, tier.layout.offer_of(node, parity))))
             .value;
   }
-  for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
-    offer &= arch::shfl_xor(kFullMask, offer, delta);
+  offer = offer_of_all(offer);
   if (lane < world.num_ranks) {
     TierAnnouncement* announcement = reinterpret_cast<TierAnnouncement*>(
         world.bases[lane] + tier.layout.announcement_of(world.rank, parity));
     arch::st_weak(&announcement->offer, offer);
     arch::st_weak(&announcement->output_line, args.output_line);
     arch::st_weak(&announcement->src_line, args.src_line);
-    arch::st_weak(&announcement->num_rows, static_cast<int32_t>(num_output_rows(args)));
+    arch::st_weak(&announcement->num_rows, num_output_rows(args));
   }
   // The lane that has stored a rank's announcement releases it.
   announce_arrival(contexts.node, args.signature);
   return true;
 }
 
+// announced: by local rank `local`.
 DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& world, int local,
-                               const TierAnnouncement* announcement) {
-  const int64_t num_rows = arch::ld_weak(&announcement->num_rows);
-  const uint32_t src_line = arch::ld_weak(&announcement->src_line);
+                               const TierAnnouncement& announced) {
+  const int64_t num_rows = announced.num_rows;
   const OutputLayout layout = layout_of_peer(args, num_rows);
-  uint8_t* block = world.bases[local] +
-                   static_cast<size_t>(arch::ld_weak(&announcement->output_line)) * kLineBytes;
+  uint8_t* block = world.bases[local] + static_cast<size_t>(announced.output_line) * kLineBytes;
   uint8_t* sources =
-      src_line == 0 ? nullptr : world.bases[local] + static_cast<size_t>(src_line) * kLineBytes;
+      announced.src_line == 0
+          ? nullptr
+          : world.bases[local] + static_cast<size_t>(announced.src_line) * kLineBytes;
   return {block + layout.x,
           block + layout.scales,
           block + layout.topk_idx,
@@ -246,6 +257,42 @@ DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& w
               ? nullptr
               : reinterpret_cast<int32_t*>(sources + TierSourceLayout::make(num_rows).src_meta),
           num_rows};
+}
+
+// Warp 0: finds where all rows belong. Each lane loads what it needs of a local rank, of a node and
+// of a pair of them before it uses any of it.
+DC_DEVICE void find_outputs(const Context& context, const InternodeDispatchArgs& args,
+                            DirectEntry* entry, bool is_near) {
+  const TwoTier& tiers = args.tiers;
+  const RailTier& tier = tiers.rail;
+  const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
+  DC_NO_UNROLL
+  for (int idx = arch::lane_idx(); idx < num_nodes * num_local; idx += kWarpSize) {
+    const TierAnnouncement* of_pair = announcement_by(context, tiers, idx / num_nodes);
+    const int start =
+        arch::ld_weak(reinterpret_cast<const int32_t*>(of_pair + 1) + idx % num_nodes);
+    const bool is_local = idx < num_local;
+    const bool is_node = idx < num_nodes && idx != tier.node, is_straight = is_node && is_near;
+    TierAnnouncement announced{};
+    if (is_local) {
+      const TierAnnouncement* of_local = announcement_by(context, tiers, idx);
+      announced.output_line = arch::ld_weak(&of_local->output_line);
+      announced.src_line = arch::ld_weak(&of_local->src_line);
+      announced.num_rows = arch::ld_weak(&of_local->num_rows);
+    }
+    RailOutput straight{};
+    uint8_t* near = nullptr;
+    if (is_straight) {
+      straight = load_rail_output(context, tier, idx);
+      near = near_segment(context.world, tier, idx);
+    }
+    entry->starts(tiers)[idx] = start;
+    if (is_local) entry->outputs[idx] = output_of(args, context.world, idx, announced);
+    if (is_node) {
+      entry->straight_rows()[idx] =
+          is_straight ? straight_rows_of(args, near, straight) : StraightRows{};
+    }
+  }
 }
 
 // Early dispatch, one thread: tells the host the mode, for which it waits after the counts.
@@ -261,35 +308,18 @@ DC_DEVICE void report_mode_to_host(const InternodeDispatchArgs& args, bool is_di
 DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatchArgs& args,
                             DirectEntry* entry) {
   const TwoTier& tiers = args.tiers;
-  const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
   const int lane = arch::lane_idx();
   bool ok = true;
   if (arch::block_idx() == 0) ok = announce_offer(contexts, args);
   ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature);
   uint32_t offer = TierOffer::kAll;
-  if (ok && lane < num_local) {
+  if (ok && lane < tiers.ranks_per_node()) {
     offer = arch::ld_weak(&announcement_by(contexts.node, tiers, lane)->offer);
   }
-  for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
-    offer &= arch::shfl_xor(kFullMask, offer, delta);
+  offer = offer_of_all(offer);
   const bool is_near = (offer & TierOffer::kAllNear) != 0;
   const bool is_direct = (offer & (is_near ? TierOffer::kFitsIfNear : TierOffer::kFitsIfPut)) != 0;
-  if (ok && is_direct) {
-    if (lane < num_local) {
-      entry->outputs[lane] =
-          output_of(args, contexts.node.world, lane, announcement_by(contexts.node, tiers, lane));
-    }
-    for (int other = lane; other < num_nodes; other += kWarpSize) {
-      if (other == tiers.rail.node) continue;
-      entry->straight_rows()[other] =
-          is_near ? straight_rows_at(contexts.node, args, other) : StraightRows{};
-    }
-    for (int idx = lane; idx < num_nodes * num_local; idx += kWarpSize) {
-      const TierAnnouncement* announcement = announcement_by(contexts.node, tiers, idx / num_nodes);
-      entry->starts(tiers)[idx] =
-          arch::ld_weak(reinterpret_cast<const int32_t*>(announcement + 1) + idx % num_nodes);
-    }
-  }
+  if (ok && is_direct) find_outputs(contexts.node, args, entry, is_near);
   if (lane == 0) {
     if (args.is_early && ok && arch::block_idx() == 0) report_mode_to_host(args, is_direct);
     entry->mode = !ok ? TierMode::kFailed : is_direct ? TierMode::kDirect : TierMode::kRings;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device/internode/direct_send.cuh"
+#include "device/layout/divisor.cuh"
 
 namespace deep_comm {
 
@@ -16,7 +17,12 @@ DC_DEVICE RailChunks rail_chunks(const InternodeDispatchArgs& args, bool is_near
 class RowPublisher {
  public:
   DC_DEVICE RowPublisher(const Context& node, const InternodeDispatchArgs& args, DirectEntry* entry)
-      : context_(node), args_(args), entry_(entry), is_near_(entry->is_near) {}
+      : context_(node),
+        args_(args),
+        entry_(entry),
+        is_near_(entry->is_near),
+        by_others_(Divisor::make(max_of(1, args.tiers.num_nodes() - 1))),
+        by_topk_(Divisor::make(max_of(1, args.message.num_topk))) {}
 
   // Returns when all sending warps have reported their last token.
   DC_DEVICE void run() {
@@ -85,67 +91,99 @@ class RowPublisher {
       const int num_pairs = arch::popc(arch::ballot(kFullMask, token >= 0)) * num_others;
       if (num_pairs == 0) return;
       for (int base = 0; base < num_pairs; base += kWarpSize) {
-        const int pair = base + arch::lane_idx();
-        const int of_pair = arch::shfl(kFullMask, token, pair / num_others % kWarpSize);
-        visit({pair < num_pairs ? of_pair : -1,
-               (args_.tiers.rail.node + 1 + pair % num_others) % num_nodes});
+        const int pair = base + arch::lane_idx(), index = by_others_.quotient(pair);
+        const int of_pair = arch::shfl(kFullMask, token, index % kWarpSize);
+        const int node = args_.tiers.rail.node + 1 + pair - index * num_others;
+        visit({pair < num_pairs ? of_pair : -1, node < num_nodes ? node : node - num_nodes});
       }
     }
   }
 
-  // First one row per lane, then one selection per lane, with the loads of a few steps under way
-  // together.
+  // A part of a batch's selections, one per lane and step.
+  struct Selections {
+    static constexpr int kSteps = 4, kNum = kSteps * kWarpSize;
+
+    int experts[kSteps];
+    float weights[kSteps];
+  };
+
+  // Which selection of the batch this lane has in a step: of the pair of lane `lane`, its k-th.
+  struct Selected {
+    int lane;
+    int k;
+  };
+  DC_DEVICE Selected selected(int base, int step) const {
+    const int idx = base + step * kWarpSize + arch::lane_idx(), lane = by_topk_.quotient(idx);
+    return {lane, idx - lane * args_.message.num_topk};
+  }
+  DC_DEVICE Selections load_selections(const Pair& pair, int base, int num_selections) const {
+    Selections loaded{};
+    DC_UNROLL
+    for (int step = 0; step < Selections::kSteps; ++step) {
+      const Selected at = selected(base, step);
+      const int64_t token = arch::shfl(kFullMask, pair.token, at.lane % kWarpSize);
+      if (base + step * kWarpSize + arch::lane_idx() >= num_selections) continue;
+      const int64_t position = token * args_.message.num_topk + at.k;
+      loaded.experts[step] = load_expert(args_.topk_idx, position, args_.topk_idx_bytes);
+      if (args_.topk_weights != nullptr)
+        loaded.weights[step] = arch::ld_nc(args_.topk_weights + position);
+    }
+    return loaded;
+  }
+  // slot: of this lane's pair, or null.
+  DC_DEVICE void store_selections(const Selections& loaded, uint8_t* slot, int base,
+                                  int num_selections) const {
+    const PlacedRailMessage& parts = args_.placed;
+    DC_UNROLL
+    for (int step = 0; step < Selections::kSteps; ++step) {
+      const Selected at = selected(base, step);
+      uint8_t* meta = reinterpret_cast<uint8_t*>(
+          arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), at.lane % kWarpSize));
+      if (base + step * kWarpSize + arch::lane_idx() >= num_selections || meta == nullptr) continue;
+      arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset()) + at.k,
+                    loaded.experts[step]);
+      arch::st_weak(reinterpret_cast<float*>(meta + parts.topk_weights_offset()) + at.k,
+                    loaded.weights[step]);
+    }
+  }
+
+  // One row per lane, and one selection per lane and step. All rows wait for this warp, so what it
+  // needs of a batch is loaded in one trip to memory, before any of it is used.
   DC_DEVICE void write_metas(const Pair& pair) const {
     const PlacedRailMessage& parts = args_.placed;
-    const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
-    const int32_t* places = pair.token < 0 ? nullptr : slots_of(args_, pair.token);
-    const int row = places == nullptr ? -1 : arch::ld_nc(places + pair.node);
+    const int num_local = args_.tiers.ranks_per_node(), first_rank = pair.node * num_local;
+    const bool is_pair = pair.token >= 0;
+    const int num_selections = arch::popc(arch::ballot(kFullMask, is_pair)) * parts.num_topk;
+    const int32_t* places = slots_of(args_, max_of(pair.token, 0));
+    const int row = is_pair ? arch::ld_nc(places + pair.node) : -1;
+    int32_t words[kMaxRanks];  // the row's places at the ranks of that node
+    DC_UNROLL
+    for (int local = 0; local < kMaxRanks; ++local) {
+      words[local] = is_pair && local < num_local
+                         ? arch::ld_nc(places + args_.tiers.num_nodes() + first_rank + local)
+                         : -1;
+    }
+    Selections loaded = load_selections(pair, 0, num_selections);
     uint8_t* slot = row < 0 ? nullptr : slot_for(args_, is_near_, pair.node, row);
     if (slot != nullptr) {
-      places += num_nodes + pair.node * num_local;
       uint32_t present = 0;
-      for (int local = 0; local < num_local; ++local)
-        present |= static_cast<uint32_t>(arch::ld_nc(places + local) >= 0) << local;
-      const uint32_t positions = args_.order.positions(pair.token, present, pair.node * num_local);
-      int32_t* words = reinterpret_cast<int32_t*>(slot + parts.slots_offset());
-      for (int local = 0; local < num_local; ++local) {
-        arch::st_weak(words + local, OrderedPlace::pack(arch::ld_nc(places + local),
-                                                        positions >> (4 * local) & 15u));
+      DC_UNROLL
+      for (int local = 0; local < kMaxRanks; ++local)
+        present |= static_cast<uint32_t>(words[local] >= 0) << local;
+      const uint32_t positions = args_.order.positions(pair.token, present, first_rank);
+      int32_t* out = reinterpret_cast<int32_t*>(slot + parts.slots_offset());
+      DC_UNROLL
+      for (int local = 0; local < kMaxRanks; ++local) {
+        if (local >= num_local) continue;
+        arch::st_weak(out + local,
+                      OrderedPlace::pack(words[local], positions >> (4 * local) & 15u));
       }
       arch::st_weak(reinterpret_cast<int32_t*>(slot + parts.src_idx_offset()),
                     static_cast<int32_t>(pair.token));
     }
-    constexpr int kSteps = 4;
-    const int num_selections =
-        arch::popc(arch::ballot(kFullMask, pair.token >= 0)) * parts.num_topk;
-    for (int base = 0; base < num_selections; base += kSteps * kWarpSize) {
-      uint8_t* metas[kSteps];
-      int experts[kSteps];
-      float weights[kSteps];
-      DC_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        const int idx = base + step * kWarpSize + arch::lane_idx();
-        const int lane = idx / parts.num_topk % kWarpSize;
-        const int64_t token = arch::shfl(kFullMask, pair.token, lane);
-        metas[step] = reinterpret_cast<uint8_t*>(
-            arch::shfl(kFullMask, reinterpret_cast<uint64_t>(slot), lane));
-        if (idx >= num_selections) metas[step] = nullptr;
-        if (metas[step] == nullptr) continue;
-        const int64_t position = token * parts.num_topk + idx % parts.num_topk;
-        experts[step] = load_expert(args_.topk_idx, position, args_.topk_idx_bytes);
-        weights[step] =
-            args_.topk_weights != nullptr ? arch::ld_nc(args_.topk_weights + position) : 0.0f;
-      }
-      DC_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        const int k = (base + step * kWarpSize + arch::lane_idx()) % parts.num_topk;
-        uint8_t* meta = metas[step];
-        if (meta == nullptr) continue;
-        arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset()) + k,
-                      experts[step]);
-        arch::st_weak(reinterpret_cast<float*>(meta + parts.topk_weights_offset()) + k,
-                      weights[step]);
-      }
+    for (int base = 0; base < num_selections; base += Selections::kNum) {
+      if (base != 0) loaded = load_selections(pair, base, num_selections);
+      store_selections(loaded, slot, base, num_selections);
     }
   }
 
@@ -156,7 +194,7 @@ class RowPublisher {
     if (place < 0) return {node, 0, false, false};
     const RailChunks chunks = rail_chunks(
         args_, is_near_, arch::ld_nc(args_.node_channel_prefix + (node + 1) * num_channels - 1));
-    const int chunk = place / chunks.chunk_rows;
+    const int chunk = chunks.chunk_rows == 1 ? place : place / chunks.chunk_rows;
     if (near_segment(args_.world, tiers.rail, node) != nullptr)
       arch::atomic_add_relaxed_cta(entry_->num_stored(tiers) + node, 1u);
     if (chunks.chunk_rows == 1) return {node, chunk, true, false};
@@ -232,6 +270,8 @@ class RowPublisher {
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
   bool is_near_;
+  Divisor by_others_;
+  Divisor by_topk_;
 };
 
 }  // namespace deep_comm

@@ -332,7 +332,8 @@ class TokenSender {
   // Reports the tokens whose stores have landed. Waiting for the newest stores would empty the
   // pipeline, so they are reported later.
   DC_DEVICE void report_landed(uint32_t num_tokens) {
-    const StoresLeft left = StoresLeft::behind(entry_->is_near ? ~0u : num_tokens);
+    const StoresLeft left =
+        entry_->is_near ? StoresLeft::of_stored(kIsQuantised) : StoresLeft::behind(num_tokens);
     uint32_t num_landed = num_landed_;
     while (num_landed < num_tokens &&
            arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + left.count <=

@@ -271,13 +271,21 @@ struct PlacedRailMessage {
 // NIC puts rows, a slot for every row that is sent follows.
 struct RailStaging {
   size_t data;  // from the segment's start, the same at all ranks
-  size_t num_bytes;
   int num_nodes;
   int slot_bytes;
+  int num_rows[2];  // of a node: without slots to put from, and with them
 
+  // A part of num_bytes. On the host: GPUs have no instruction for division.
+  static RailStaging make(size_t data, size_t num_bytes, int num_nodes, int slot_bytes) {
+    const size_t area_bytes = static_cast<size_t>(max_of(1, num_nodes - 1)) * slot_bytes;
+    const auto rows_in = [](size_t num) { return static_cast<int>(min_of<size_t>(num, 1 << 30)); };
+    return {data,
+            num_nodes,
+            slot_bytes,
+            {rows_in(num_bytes / area_bytes), rows_in(num_bytes / (2 * area_bytes))}};
+  }
   DC_HOST_DEVICE int rows_per_node(bool has_send_slots) const {
-    const size_t num_areas = static_cast<size_t>(has_send_slots ? 2 : 1) * max_of(1, num_nodes - 1);
-    return static_cast<int>(min_of<size_t>(num_bytes / (num_areas * slot_bytes), 1 << 30));
+    return num_rows[has_send_slots ? 1 : 0];
   }
   // Offset in `to`'s segment of row `row` that `from` sends.
   DC_HOST_DEVICE size_t recv_slot(bool has_send_slots, int to, int from, int64_t row) const {

@@ -18,18 +18,26 @@ struct StoresLeft {
 
   uint32_t count;
 
-  // After the warp's num_items-th item.
+  // After the warp's num_items-th item, where the next hop waits for puts.
   DC_DEVICE static StoresLeft behind(uint32_t num_items) {
     return {num_items == 1 ? 0u : num_items <= 4 ? 2u : kMost};
   }
+  // Where stores reach the next hop. With more of them, what the warps report at their end would be
+  // so much that the receiver of the last rows is behind.
+  DC_DEVICE static StoresLeft of_stored(bool are_cast) { return {are_cast ? 1u : 3u}; }
   // A storing lane.
   DC_DEVICE void wait() const {
-    if (count == 0) {
-      arch::bulk_wait<0>();
-    } else if (count == 2) {
-      arch::bulk_wait<2>();
-    } else {
-      arch::bulk_wait<kMost>();
+    switch (count) {
+      case 0:
+        return arch::bulk_wait<0>();
+      case 1:
+        return arch::bulk_wait<1>();
+      case 2:
+        return arch::bulk_wait<2>();
+      case 3:
+        return arch::bulk_wait<3>();
+      default:
+        return arch::bulk_wait<kMost>();
     }
   }
 };
