@@ -1,6 +1,6 @@
-// When a launch may hold SMs before the one before it in its stream has ended. Four kinds do so:
+// When a launch may hold SMs before the one before it in its stream has ended. Three kinds do so:
 // low-latency launches; expand_rows, beside its dispatch; combine of an expanded output, beside
-// combine_sums; transpose_scales, at the end of its dispatch.
+// combine_sums.
 //
 // Such a launch holds its SMs while it waits, so that one Buffer has two kernels on the device. With
 // one Buffer that does so no rank can be kept from its part of an operation: what waits for SMs is
@@ -9,9 +9,10 @@
 // on its SMs, another rank the second one's; each operation then waits for SMs on the other rank,
 // which its own end would free, although one operation of each would fit (docs/design/0010).
 //
-// A dispatch that begins at the end of its notify is none of these: it takes the SMs that the blocks
-// of notify have left, all but one, and what that one waits for has its SMs on every rank where the
-// call would fit. Its SMs and one more must fit beside those of other Buffers.
+// A dispatch that begins at the end of its notify is not counted. It takes the SMs that the blocks of
+// notify have left. The last of these blocks waits for the peers on one SM more, and what it waits
+// for needs no SM that the call itself does not have on every rank. So a call with new routing takes
+// part in such a circle only where the SMs of the Buffers fit without that one and not with it.
 #pragma once
 
 #include <atomic>

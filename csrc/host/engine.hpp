@@ -81,7 +81,7 @@ class Engine final : public EngineCalls {
                        uint64_t stream) override;
   void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
                        uint64_t stream) override;
-  void transpose_scales(const TransposeScalesArgs& args, int num_blocks, bool may_run_beside,
+  void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
                         uint64_t stream) override;
 
   // Tensor parallelism; defined in tp_impl.hpp.

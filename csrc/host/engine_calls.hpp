@@ -80,7 +80,7 @@ class EngineCalls {
   virtual std::optional<Counts> wait_counts() = 0;
   virtual DispatchPlan plan_dispatch(const DispatchOptions& options) const = 0;
   virtual void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) = 0;
-  // Both: the dispatch begins beside the end of the notify, and is not expanded.
+  // Launches notify and, beside its end, the plain dispatch that follows it.
   virtual void notify_and_dispatch(const NotifyPlan& notify_plan, NotifyArgs notify,
                                    const DispatchPlan& plan, const DispatchArgs& args,
                                    uint64_t stream) = 0;
@@ -107,10 +107,8 @@ class EngineCalls {
                                uint64_t stream) = 0;
   virtual void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
                                uint64_t stream) = 0;
-  // Behind a dispatch: begins before that ends, under the condition of dispatch_expanded, on half of
-  // num_blocks.
-  virtual void transpose_scales(const TransposeScalesArgs& args, int num_blocks,
-                                bool may_run_beside, uint64_t stream) = 0;
+  virtual void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
+                                uint64_t stream) = 0;
 
   // ---- low latency
   // Checks what calls with these options need.

@@ -313,7 +313,12 @@ void Engine<Target>::clear_error() {
   LocalState* state = world_.state();
   target_.fill_zero(&state->abort, sizeof(state->abort));
   target_.fill_zero(&state->bad_expert_index, sizeof(state->bad_expert_index));
-  target_.fill_zero(&state->notified, sizeof(state->notified));  // no dispatch has followed it
+  // No dispatch has followed a notify that failed: the next one could take its result for that of the
+  // notify before it.
+  const uint64_t notified = target_.load_beside_kernels(&state->notified);
+  if (Tagged::unpack(notified).value == static_cast<uint32_t>(NotifyResult::kFailed)) {
+    target_.fill_zero(&state->notified, sizeof(state->notified));
+  }
   *world_.error = ErrorBlock{};
   target_.fill_zero(&state->error_claimed, sizeof(state->error_claimed));
 }

@@ -126,14 +126,11 @@ void Engine<Target>::combine_expanded(const CombinePlan& plan, CombineArgs args,
 }
 
 template <class Target>
-void Engine<Target>::transpose_scales(const TransposeScalesArgs& args, int num_blocks,
-                                      bool may_run_beside, uint64_t stream) {
-  // It holds SMs while the dispatch waits for its peers: as in dispatch_expanded.
-  const bool is_beside = begins_beside(may_run_beside);
-  launch<TransposeScalesKernel>({.num_blocks = is_beside ? ceil_div(num_blocks, 2) : num_blocks,
+void Engine<Target>::transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
+                                      uint64_t stream) {
+  launch<TransposeScalesKernel>({.num_blocks = config.num_channels,
                                  .num_threads = Target::kTuning.expand_threads,
-                                 .smem_bytes = 0,
-                                 .may_begin_early = is_beside},
+                                 .smem_bytes = 0},
                                 args, stream);
 }
 

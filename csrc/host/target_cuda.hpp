@@ -70,9 +70,8 @@ class CudaTarget {
   // Graphs keep the order, since captured launches of one stream keep theirs.
   template <class First, class Second>
   void launch_pair(const LaunchConfig& first_config, const typename First::Args& first,
-                   LaunchConfig second_config, const typename Second::Args& second,
+                   const LaunchConfig& second_config, const typename Second::Args& second,
                    uint64_t stream) {
-    second_config.may_begin_early = can_begin_early_ && second_config.may_begin_early;
     launch<First>(first_config, first, stream);
     launch<Second>(second_config, second, stream);
   }

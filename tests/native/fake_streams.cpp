@@ -242,11 +242,11 @@ class LoggedEngine final : public EngineCalls {
     log_.tell("plan", "expand_received", config.num_channels);
     launch("expand_received", stream, [=, this] { engine_.expand_received(args, config, stream); });
   }
-  void transpose_scales(const TransposeScalesArgs& args, int num_blocks, bool may_run_beside,
+  void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
                         uint64_t stream) override {
-    log_.tell("plan", "transpose_scales", num_blocks);
+    log_.tell("plan", "transpose_scales", config.num_channels);
     launch("transpose_scales", stream,
-           [=, this] { engine_.transpose_scales(args, num_blocks, may_run_beside, stream); });
+           [=, this] { engine_.transpose_scales(args, config, stream); });
   }
 
   void collective(CollectiveArgs args, Dtype dtype, int digest, int max_blocks,

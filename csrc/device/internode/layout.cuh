@@ -31,8 +31,8 @@ DC_DEVICE_COLD void report_bad_expert(const InternodeLayoutArgs& args, int64_t p
        position});
 }
 
-// One thread, one token: the ranks in [first_rank, first_rank + 32) that it goes to. With the first
-// of them it also counts the entries.
+// One thread, one token: the ranks in [first_rank, first_rank + 32) that it goes to. The call with
+// first_rank 0 also counts its entries, so that each is counted once.
 DC_DEVICE uint32_t ranks_of_token(const InternodeLayoutArgs& args, int token, int first_rank,
                                   int32_t* num_per_expert) {
   uint32_t rank_mask = 0;

@@ -11,8 +11,8 @@
 //        speculative launch has outputs for direct mode only. Without direct mode it leaves no
 //        trace, and the host launches again
 // grid   num_channels blocks of as many warps as the larger of both modes needs
-// beside the notify before it, if it begins early: a word says when all that it reads is there. It
-//        ends, and tells its peers that it has, after the end of notify
+// beside the end of the notify before it, where launches may begin early: a word of that notify says
+//        when all is there that this kernel reads. It ends, and tells its peers so, after notify
 // words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's
 //        block 0 · read at entry
 //        notified, and the headers of the counts with the outputs' locations · this rank · written
@@ -149,12 +149,12 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
   Entry* entry = reinterpret_cast<Entry*>(arch::dynamic_smem() + args.entry_offset);
   const auto [generation, notified] = start_dispatch(args, &entry->start);
   const Context context{args.world, Kernel::kDispatch, generation};
-  note_in_block(context, TraceStep::kBegun);
   const bool is_direct_already = notified == NotifyResult::kDirect;
   // No word is written, not even a generation: all ranks decide the same. So does expand_rows.
   if (notified == NotifyResult::kFailed || (args.is_speculative && !is_direct_already)) {
-    return arch::await_earlier_launch();
+    return arch::await_earlier_launch();  // what follows in the stream comes after both
   }
+  note_in_block(context, TraceStep::kBegun);
   if constexpr (Form::kExpanded) entry->sent.reset();
   if (arch::block_idx() == 0 && !is_direct_already) announce_output(context, args);
   const bool is_mover = args.output_line != 0 && arch::warp_idx() < args.num_move_warps;
@@ -178,6 +178,7 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     finish_direct(context, args);
     return;
   }
+  // A peer that has all rows from here may go on: see finish_direct.
   arch::await_earlier_launch();
   entry->progress.reset();
   arch::sync_block();  // also, movers that began for nothing have freed the stages

@@ -185,9 +185,9 @@ DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
 DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx(), block = arch::block_idx();
-  // A peer that is done with this kernel may write the counts that notify has read.
+  // Once it hears that this block is done, a peer may go on to write the next counts, over those that
+  // this rank's notify may still be reading.
   arch::await_earlier_launch();
-  arch::allow_later_launch();  // transpose_scales
   arch::sync_block();
   note_in_block(context, TraceStep::kSent);
   bool ok = true;

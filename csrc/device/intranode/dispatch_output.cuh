@@ -12,7 +12,7 @@ namespace deep_comm {
 
 enum class DispatchMode : int { kFailed, kRings, kDirect };
 
-// What a dispatch begins with. The same in every block.
+// What a dispatch begins with. The same in every block, unless this rank has failed.
 struct DispatchStart {
   uint32_t generation;  // of the dispatch
   NotifyResult notified;
@@ -27,15 +27,15 @@ DC_DEVICE DispatchStart await_notify(const World& world) {
       Context{world, Kernel::kDispatch, 0}, &state->notified,
       {Stage::kCounts, Word::kArrived, world.rank, -1}, 1,
       [=](uint64_t value) {
-        // Of the last kernel that has closed its generation. A dispatch has followed every earlier
-        // notify, or Engine::clear_error has zeroed its word.
+        // An earlier notify's word has an older generation: a dispatch has followed that notify, or
+        // Engine::clear_error has zeroed its word.
         return value != 0 &&
                Tagged::unpack(value).generation == arch::ld_relaxed_gpu(&state->generation);
       },
       &word, 4);
+  if (!ok) return {0, NotifyResult::kFailed};
   const Tagged notified = Tagged::unpack(word);
-  return {next_generation(notified.generation),
-          ok ? static_cast<NotifyResult>(notified.value) : NotifyResult::kFailed};
+  return {next_generation(notified.generation), static_cast<NotifyResult>(notified.value)};
 }
 
 // The result of a notify that has ended.

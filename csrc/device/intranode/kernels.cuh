@@ -29,7 +29,9 @@ struct NotifyKernel : LocalKernel<NotifyArgs, Kernel::kNotifyDispatch, 1024> {
 template <bool kIsExpanded, bool kIsQuantised>
 struct DispatchKernel : WaitingKernel<DispatchArgs, Kernel::kDispatch, 640> {
   // 20 warps leave 96 registers per thread, and let four ranks have four receiving warps each.
-  static constexpr bool kBeginsBeside = !kIsExpanded;  // the notify
+  // The notify. It is not cooperative then: a block waits for the same block, or channel, of every
+  // peer, and for none of its own rank.
+  static constexpr bool kBeginsBeside = !kIsExpanded;
   DC_DEVICE static void run(const DispatchArgs& args) {
     dispatch<DispatchForm<kIsExpanded, kIsQuantised>>(args);
   }
@@ -65,7 +67,6 @@ struct ExpandReceivedKernel : LocalKernel<ExpandReceivedArgs, Kernel::kExpandRec
 };
 
 struct TransposeScalesKernel : LocalKernel<TransposeScalesArgs, Kernel::kTransposeScales, 1024> {
-  static constexpr bool kBeginsEarly = true;
   DC_DEVICE static void run(const TransposeScalesArgs& args) { transpose_scales(args); }
 };
 

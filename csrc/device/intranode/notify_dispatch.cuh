@@ -235,8 +235,12 @@ DC_DEVICE PeerSummary summarise_peer(const Context& context, const NotifyArgs& a
   const int32_t own = lane < static_cast<int>(HeaderField::kNumCompared) ? args.header.fields[lane]
                       : lane == static_cast<int>(HeaderField::kBadExpertIndex) ? 0
                                                                                : value;
-  const bool differs = is_field && value != own;
-  if (differs) report_header(context, peer, lane, value, own, args.experts.num_experts);
+  const uint32_t differing = arch::ballot(kFullMask, is_field && value != own);
+  if (differing != 0) {  // the bad index, or else the first field
+    constexpr int kBadIndex = static_cast<int>(HeaderField::kBadExpertIndex);
+    const int field = (differing >> kBadIndex & 1) != 0 ? kBadIndex : arch::ffs(differing) - 1;
+    if (lane == field) report_header(context, peer, field, value, own, args.experts.num_experts);
+  }
   int32_t sum = src >= 0 ? value : 0;
   for (int delta = 1; delta < kMaxRanks; delta *= 2) {
     const int32_t lower = arch::shfl_up(kFullMask, sum, delta);
@@ -259,7 +263,7 @@ DC_DEVICE PeerSummary summarise_peer(const Context& context, const NotifyArgs& a
                           static_cast<uint32_t>(field(HeaderField::kOutputRows))};
   const bool is_expanded = args.expansion.first_rows != nullptr;
   const int32_t wanted = is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows;
-  return {field(HeaderField::kNumTokens), !arch::any(kFullMask, differs),
+  return {field(HeaderField::kNumTokens), differing == 0,
           world.is_absent(peer) || words.has_room(wanted)};
 }
 
@@ -428,9 +432,10 @@ DC_DEVICE void notify_dispatch(const NotifyArgs& args) {
   note_in_block(context, TraceStep::kCounted);
   // The counts' ticket is the kernel's exit as well: the other blocks have nothing left to do.
   if (!is_last_to_count(args.world, &smem->ticket)) return;
+  close_generation(context);  // before the dispatch takes work: see announce_result
+  arch::sync_block();
   // The dispatch behind this kernel begins beside it, on the SMs that the other blocks have left.
   arch::allow_later_launch();
-  close_generation(context);  // before that dispatch takes work: see announce_result
   exchange_counts(context, args, smem);
 }
 

@@ -6,8 +6,6 @@
 // grid   any number of blocks and warps: a warp takes 32 rows and 16 columns, whose loads are issued
 //        together
 //
-// launch it may begin before the dispatch ends, and waits for that before it touches memory
-//
 // Why a pass of its own: scales cross the link row by row, since those of a row are neighbours.
 // Single words would cost a packet each.
 #pragma once
@@ -22,7 +20,6 @@ DC_DEVICE void transpose_scales(const TransposeScalesArgs& args) {
   const int warp = arch::warp_idx() * arch::num_blocks() + arch::block_idx();
   const int num_row_tiles = ceil_div(args.num_rows, kWarpSize);
   const int num_tiles = num_row_tiles * ceil_div(args.num_columns, kColumns);
-  arch::await_earlier_launch();
   for (int tile = warp; tile < num_tiles; tile += num_warps) {
     const int64_t row = tile % num_row_tiles * kWarpSize + arch::lane_idx();
     const int first = tile / num_row_tiles * kColumns;
@@ -31,7 +28,7 @@ DC_DEVICE void transpose_scales(const TransposeScalesArgs& args) {
     DC_UNROLL
     for (int idx = 0; idx < kColumns; ++idx) {
       if (first + idx < args.num_columns) {
-        scales[idx] = arch::ld_weak(args.src + row * args.num_columns + first + idx);
+        scales[idx] = arch::ld_nc(args.src + row * args.num_columns + first + idx);
       }
     }
     DC_UNROLL

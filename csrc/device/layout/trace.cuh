@@ -17,7 +17,7 @@ namespace deep_comm {
 
 // In the order in which a block passes them, as far as there is one.
 enum class TraceStep : uint32_t {
-  kBegun,      // the block runs and knows its call
+  kBegun,      // the block runs and knows its call: a dispatch behind a notify, when that has ended
   kCounted,    // notify: it has counted its tokens; low latency: it has sent the rank's counts
   kEntered,    // all peers have arrived; value: the mode, if there are several
   kForwarded,  // two tiers: it has forwarded its last row from or to another node, and the metadata

@@ -52,7 +52,7 @@ struct TakenWork {
 
 // Words of this rank alone; no peer touches them.
 struct LocalState {
-  uint32_t generation;          // of the last finished kernel
+  uint32_t generation;          // of the last kernel that has closed it, and may still run
   uint32_t num_retired_blocks;  // of the running kernel: see sync/generation.cuh
   uint32_t abort;               // set once by the first failing thread; every wait polls it
   uint32_t error_claimed;       // the thread that turns it from 0 to 1 writes the error record
@@ -72,7 +72,6 @@ struct LocalState {
 // What notify_dispatch tells the dispatch after it. The same on all ranks, unless one has timed
 // out.
 enum class NotifyResult : uint32_t {
-  kNone,       // there is none yet
   kNotDirect,  // some rank has announced no room for its rows
   kDirect,     // rows may be written to the announced outputs without another barrier
   kFailed,     // nothing may be sent

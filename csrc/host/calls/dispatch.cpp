@@ -112,7 +112,8 @@ class LaunchedCachedDispatch : public ReservedCachedDispatch {
     context_.region_use.note(&RegionUse::dispatch, out_.block != nullptr,
                              form.layout(out_.num_rows).num_bytes);
     DispatchResult result;
-    fill_result(context_, payload_, form, plan_->rings, false, std::move(out_), order_, &result);
+    fill_result(context_, payload_, form, plan_->rings.num_local_blocks, false, std::move(out_),
+                order_, &result);
     result.event = order_.finish(inputs_of(payload_, request_), &handle_->held);
     return result;
   }
@@ -347,8 +348,8 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
                              form.layout(out.num_rows).num_bytes);
     const std::shared_ptr<DispatchRecord> record = make_record();
     DispatchResult result;
-    fill_result(*context, payload, form, plan->rings, flags.defers_topk, std::move(out), *order,
-                &result);
+    fill_result(*context, payload, form, plan->rings.num_local_blocks, flags.defers_topk,
+                std::move(out), *order, &result);
     result.has_counts = true;
     if (counts) result.num_recv_tokens_per_expert = std::move(counts->num_recv_tokens_per_expert);
     result.record = record;
@@ -430,12 +431,12 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
 }  // namespace
 
 void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
-                 const RingPlan& rings, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
+                 int num_local_blocks, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
                  DispatchResult* result) {
   Object by_column;
   if (payload.is_column_major) {
     by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
-                                 rings, order);
+                                 num_local_blocks, order);
   }
   DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
   result->recv_x = std::move(tensors.x);

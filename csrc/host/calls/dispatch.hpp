@@ -53,7 +53,7 @@ struct OutputForm;
 struct DispatchOutputs;
 // After all rows have come: the caller's tensors.
 void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
-                 const RingPlan& rings, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
+                 int num_local_blocks, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
                  DispatchResult* result);
 
 // ---- new routing, of either tier

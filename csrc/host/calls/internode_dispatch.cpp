@@ -153,11 +153,11 @@ class LaunchedCachedTierDispatch : public ReservedCachedTierDispatch {
       DispatchOutputs out = expand_received(
           context_, rows_, handle_->routing.num_received(context_.group.num_ranks), *expansion,
           request_.flags.zero_padding, true, plan_.num_local_blocks, order_);
-      fill_result(context_, payload_, expanded_form(rows_, true), plan_, false, std::move(out),
-                  order_, &result);
+      fill_result(context_, payload_, expanded_form(rows_, true), plan_.num_local_blocks, false,
+                  std::move(out), order_, &result);
     } else {
-      fill_result(context_, payload_, rows_.form(), plan_, false, rows_.take_output(), order_,
-                  &result);
+      fill_result(context_, payload_, rows_.form(), plan_.num_local_blocks, false,
+                  rows_.take_output(), order_, &result);
     }
     result.event = order_.finish({payload_.x_object, payload_.scales_object}, &handle_->held);
     return result;
@@ -400,13 +400,14 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
       DispatchOutputs out =
           expand_received(context_, *rows_, num_received, numbering.expansion, flags_.zero_padding,
                           needs_experts, plan_.num_local_blocks, order_);
-      fill_result(context_, payload_, expanded_form(*rows_, needs_experts), plan_,
+      fill_result(context_, payload_, expanded_form(*rows_, needs_experts), plan_.num_local_blocks,
                   flags_.defers_topk, std::move(out), order_, &result);
       record.num_output_rows = num_rows;
       record.expansion = std::move(numbering.expansion);
       record.held.tensors.push_back(std::move(numbering.storage.tensor));
     } else {
-      fill_result(context_, payload_, form_, plan_, false, rows_->take_output(), order_, &result);
+      fill_result(context_, payload_, form_, plan_.num_local_blocks, false, rows_->take_output(),
+                  order_, &result);
     }
     result.event = order_.finish(inputs_, nullptr);
     result.has_counts = true;

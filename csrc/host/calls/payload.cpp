@@ -109,7 +109,7 @@ CastScratch allocate_scratch(CallContext& context, Payload& payload, CallOrder& 
 }
 
 Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t address,
-                        int64_t num_rows, const RingPlan& rings, CallOrder& order) {
+                        int64_t num_rows, int num_local_blocks, CallOrder& order) {
   constexpr int64_t kRows = 4;  // of 4 bytes: a column begins at a multiple of 16
   const int64_t stride = std::max<int64_t>(1, (num_rows + kRows - 1) / kRows) * kRows;
   MadeTensor columns =
@@ -121,8 +121,7 @@ Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t
   args.num_columns = form.num_scales;
   args.column_stride = stride;
   context.launch([&] {
-    context.engine.transpose_scales(args, rings.num_local_blocks, rings.may_wait_beside,
-                                    order.stream());
+    context.engine.transpose_scales(args, {num_local_blocks, 1, 1}, order.stream());
   });
   return context.memory.framework().part(
       columns.tensor.get(),

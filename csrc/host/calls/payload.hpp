@@ -53,6 +53,6 @@ void set_payload(const Payload& payload, Args* args) {
 // Received scales [num_rows, num_scales] at `address` once more, stored column by column, each column
 // at a multiple of 16 bytes.
 Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t address,
-                        int64_t num_rows, const RingPlan& rings, CallOrder& order);
+                        int64_t num_rows, int num_local_blocks, CallOrder& order);
 
 }  // namespace deep_comm

@@ -252,6 +252,26 @@ def test_an_error_is_raised_by_result_and_not_by_the_operation_that_came_between
     verify(on_ranks(body, nodes))
 
 
+def test_what_is_pending_outlives_an_error_of_a_low_latency_call() -> None:
+    """That error is cleared, since all ranks are in step. The result of notify must stay."""
+
+    def main(group: local.ThreadGroup) -> torch.Tensor:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(MOST, H, R, E)
+        with deep_comm.Buffer(
+            group, 8 << 20, num_bytes, low_latency_mode=True, num_direct_bytes=0, device="cpu",
+            timeout_s=20,
+        ) as buffer:  # fmt: skip
+            layer = layer_on(buffer, group)
+            sent = layer.dispatch_async(*inputs(group.rank()))
+            assert buffer._context.native_calls.has_pending
+            x, wrong = torch.zeros(1, H, dtype=torch.bfloat16), torch.full((1, K), E)
+            with pytest.raises(ExpertIndexError):
+                buffer.low_latency_dispatch(x, wrong, MOST, E, use_fp8=False)
+            return finished(layer, sent.result())
+
+    verify(local.run(main, R, timeout_s=120))
+
+
 def test_what_is_pending_at_a_reset_or_at_the_end_is_refused_afterwards(nodes: Group) -> None:
     def body(layer: Any, rank: int) -> Any:
         sent = layer.dispatch_async(*inputs(rank))
