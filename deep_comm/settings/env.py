@@ -107,8 +107,8 @@ EARLY_LAUNCHES: Variable[bool] = Variable(
     "DEEP_COMM_EARLY_LAUNCHES",
     _FLAG,
     True,
-    "Low-latency launches and copies of expanded dispatches may take SMs while the launch before "
-    "them still runs.",
+    "Low-latency launches, dispatches with new routing and copies of expanded ones may take SMs "
+    "while the launch before them still runs.",
     "Read when a Buffer is built. Set 0 where collectives of other libraries run beside them on "
     "other streams, or ranks share a GPU through MPS.",
 )
