@@ -226,7 +226,7 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
                  call.has_ticket ? reinterpret_cast<uint32_t*>(part(metadata.ticket)) : nullptr};
   detail::check_call(args.phases, call.num_tokens, plan);
   args.can_shrink = can_shrink_;
-  args.num_tokens = call.num_tokens;
+  args.split = LowLatencySplit::make(args.shape, call.num_tokens);
   args.x = reinterpret_cast<const uint8_t*>(call.x);
   args.topk_idx = reinterpret_cast<const void*>(call.topk_idx);
   args.topk_idx_bytes = call.topk_idx_bytes;
@@ -325,7 +325,7 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan,
   if (metadata.recv_weights != LowLatencyMetadata::kNone) {
     args.recv_weights = reinterpret_cast<const float*>(call.metadata + metadata.recv_weights);
   }
-  args.num_tokens = call.num_tokens;
+  args.split = LowLatencySplit::make(args.shape, call.num_tokens);
   args.topk_idx = reinterpret_cast<const void*>(call.topk_idx);
   args.topk_idx_bytes = call.topk_idx_bytes;
   args.topk_weights = reinterpret_cast<const float*>(call.topk_weights);

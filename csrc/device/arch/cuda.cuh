@@ -261,6 +261,11 @@ DC_DEVICE uint32_t match_any(uint32_t mask, T value) {
   }
 }
 
+DC_DEVICE uint32_t reduce_or(uint32_t mask, uint32_t value) {
+  return __reduce_or_sync(mask, value);
+}
+DC_DEVICE int reduce_max(uint32_t mask, int value) { return __reduce_max_sync(mask, value); }
+
 DC_DEVICE int popc(uint32_t bits) { return __popc(bits); }
 DC_DEVICE int ffs(uint32_t bits) { return __ffs(static_cast<int>(bits)); }
 DC_DEVICE int clz(uint32_t bits) { return __clz(static_cast<int>(bits)); }

@@ -79,6 +79,18 @@ inline uint32_t match_any(uint32_t mask, T value) {
   return static_cast<uint32_t>(
       simt::warp_collective(simt::WarpOp::kMatchAny, mask, detail::to_bits(value), 0));
 }
+// All 32 lanes.
+inline uint32_t reduce_or(uint32_t mask, uint32_t value) {
+  for (int step = 1; step < kWarpSize; step *= 2) value |= shfl_xor(mask, value, step);
+  return value;
+}
+inline int reduce_max(uint32_t mask, int value) {
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const int other = shfl_xor(mask, value, step);
+    value = value < other ? other : value;
+  }
+  return value;
+}
 inline int popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline int clz(uint32_t bits) { return bits ? __builtin_clz(bits) : 32; }

@@ -17,6 +17,8 @@
 
 namespace deep_comm {
 
+inline constexpr int kColumnGroup = 512;  // columns that stay in one block
+
 // One top-k entry of a token, as one rank sees it. It is sent as four words, none of them zero.
 struct Route {
   int32_t local_expert;  // -1: not on this rank
@@ -69,6 +71,7 @@ struct LowLatencyShape {
   uint64_t weights_stride;
   Divisor by_topk;
   Divisor by_blocks;
+  int num_groups;  // of columns: LowLatencyShare
 
   // Computes once what kernels would compute in every thread.
   void prepare() {
@@ -82,6 +85,7 @@ struct LowLatencyShape {
     weights_stride = weights_bytes();
     by_topk = Divisor::make(num_topk);
     by_blocks = Divisor::make(num_blocks);
+    num_groups = ceil_div(hidden, kColumnGroup);
   }
 
   DC_HOST_DEVICE size_t slot_bytes() const { return slot_stride; }
@@ -169,37 +173,54 @@ struct LowLatencyRegion {
   }
 };
 
-// The tokens and columns of a rank that one of its blocks sends. The same block of every
-// destination receives them. With fewer tokens than blocks several blocks share a token, by
-// columns.
-struct LowLatencyShare {
-  // Blocks share a token by groups of columns: whole scales, whole packs of scales.
-  static constexpr int kGroupElements = 512;
+// How the blocks share a number of tokens. With fewer tokens than blocks several blocks share a
+// token, by groups of columns: whole scales, whole packs of scales. The host makes it for a rank's
+// own tokens; ranks usually have as many as each other.
+struct LowLatencySplit {
+  static_assert(kMaxLowLatencyBlocks * kMaxLowLatencyBlocks < Divisor::kMaxNumerator);
+  int num_tokens;
+  int each;        // whole tokens of a block,
+  int num_more;    // and how many blocks have one more
+  int num_strips;  // of a token; 0: blocks have whole tokens
+  Divisor by_strips;
 
+  DC_HOST_DEVICE static LowLatencySplit make(const LowLatencyShape& shape, int num_tokens) {
+    LowLatencySplit split{num_tokens, 0, 0, 0, {}};
+    if (num_tokens >= shape.num_blocks) {
+      split.each = shape.by_blocks.quotient(num_tokens);
+      split.num_more = num_tokens - split.each * shape.num_blocks;
+      return split;
+    }
+    split.num_strips =
+        min_of(shape.num_groups, Divisor::make(max_of(num_tokens, 1)).quotient(shape.num_blocks));
+    split.by_strips = Divisor::make(split.num_strips);
+    return split;
+  }
+};
+
+// The tokens and columns of a rank that one of its blocks sends. The same block of every
+// destination receives them.
+struct LowLatencyShare {
   int begin;  // tokens
   int end;
   int column_begin;  // elements
   int column_end;
   bool is_leading;  // has the first columns, so it does what is done once per token
 
-  DC_HOST_DEVICE static LowLatencyShare of(const LowLatencyShape& shape, int num_tokens,
-                                           int block) {
-    const int num_blocks = shape.num_blocks;
-    if (num_tokens >= num_blocks) {
-      static_assert(kMaxLowLatencyBlocks * kMaxLowLatencyBlocks < Divisor::kMaxNumerator);
-      const int each = shape.by_blocks.quotient(num_tokens), rest = num_tokens - each * num_blocks;
-      const auto first = [&](int of) { return of * each + shape.by_blocks.quotient(of * rest); };
+  DC_HOST_DEVICE static LowLatencyShare of(const LowLatencyShape& shape,
+                                           const LowLatencySplit& split, int block) {
+    if (split.num_strips == 0) {
+      const auto first = [&](int of) {
+        return of * split.each + shape.by_blocks.quotient(of * split.num_more);
+      };
       return {first(block), first(block + 1), 0, shape.hidden, true};
     }
-    const int num_groups = ceil_div(shape.hidden, kGroupElements);
-    const int num_strips =
-        num_tokens == 0 ? 1 : min_of(Divisor::make(num_tokens).quotient(num_blocks), num_groups);
-    if (block >= num_tokens * num_strips) return {0, 0, 0, 0, false};
-    const Divisor by_strips = Divisor::make(num_strips);
-    const int token = by_strips.quotient(block), strip = block - token * num_strips;
-    return {token, token + 1, by_strips.quotient(num_groups * strip) * kGroupElements,
-            min_of(shape.hidden, by_strips.quotient(num_groups * (strip + 1)) * kGroupElements),
-            strip == 0};
+    if (block >= split.num_tokens * split.num_strips) return {0, 0, 0, 0, false};
+    const int token = split.by_strips.quotient(block), strip = block - token * split.num_strips;
+    const auto column = [&](int of) {
+      return split.by_strips.quotient(shape.num_groups * of) * kColumnGroup;
+    };
+    return {token, token + 1, column(strip), min_of(shape.hidden, column(strip + 1)), strip == 0};
   }
   DC_HOST_DEVICE int num_tokens() const { return end - begin; }
   DC_HOST_DEVICE int num_columns() const { return column_end - column_begin; }
@@ -233,9 +254,12 @@ struct LowLatencyBuffer {
            (static_cast<size_t>(buffer_idx) * world.num_ranks + source) *
                world.layout.low_latency.counts_stride;
   }
+  // From the start of the buffer.
+  DC_HOST_DEVICE size_t slot_offset(int source, int token) const {
+    return source * shape.stride(kind) + token * shape.slot_bytes();
+  }
   DC_HOST_DEVICE uint8_t* slot(int owner, int source, int token) const {
-    return world.bases[owner] + region.dispatch[buffer_idx] + source * shape.stride(kind) +
-           token * shape.slot_bytes();
+    return world.bases[owner] + region.dispatch[buffer_idx] + slot_offset(source, token);
   }
   // Routes [num_topk] of the token_idx-th token of a block.
   DC_HOST_DEVICE Vec16* routes(int owner, int source, int block, int token_idx) const {

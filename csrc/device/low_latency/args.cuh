@@ -44,10 +44,12 @@ struct Phases {
 // How a dispatch sends its rows; depends on how much of them a block has. kStrips and kWhole are
 // only for callers that can_stage.
 enum class DispatchRows : int {
+  // At most one token a block:
   kStrips,  // a quarter row at most: staged in shared memory, to all peers at once
   kHalves,  // less than a row: by threads' stores, all blocks to the same peers in one order
   kWhole,   // a row: staged, the first peer's before the block counts, the others' after the routes
-  kMany,    // by threads' stores, neighbouring blocks to different peers
+  // Any number of tokens:
+  kMany,  // by threads' stores, neighbouring blocks to different peers
 };
 
 constexpr bool uses_stage(DispatchRows rows) {
@@ -98,10 +100,10 @@ struct LowLatencyDispatchArgs {
   PreparedExpertMap experts;
   uint32_t signature;  // 16 bits: what must be equal on all ranks
   Phases phases;
-  bool can_shrink;  // a silent rank is masked, and the call goes on without it
-  int num_tokens;
-  const uint8_t* x;      // [T, H] bfloat16
-  const void* topk_idx;  // [T, K]
+  bool can_shrink;        // a silent rank is masked, and the call goes on without it
+  LowLatencySplit split;  // of T among the blocks
+  const uint8_t* x;       // [T, H] bfloat16
+  const void* topk_idx;   // [T, K]
   int topk_idx_bytes;
   const float* topk_weights;  // [T, K], or null
   bool round_scale;
@@ -135,8 +137,8 @@ struct LowLatencyCombineArgs {
   const int32_t* recv_rows;    // [R, M, K] or [R, M]
   const float* recv_weights;   // [R, M, K] if dispatch sent the weights, else null
   // as source
-  int num_tokens;
-  const void* topk_idx;  // [T, K]
+  LowLatencySplit split;  // of T among the blocks
+  const void* topk_idx;   // [T, K]
   int topk_idx_bytes;
   const float* topk_weights;  // [T, K]; null: reduced rows, or recv_weights
   uint8_t* combined_x;        // [T, H] bfloat16

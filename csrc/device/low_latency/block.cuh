@@ -10,13 +10,18 @@
 
 namespace deep_comm {
 
+// Where the row of a received token arrives.
+struct alignas(16) TaskRow {
+  uint64_t slot;      // from the buffer's start
+  int32_t first_vec;  // this block's columns, in 16 bytes
+  int32_t num_vecs;
+};
+
 // Shared memory, in words of 4 bytes. A warp prepares one token at a time, then the whole block
 // moves its row. The send phase and the receive phase use separate parts, so no barrier is needed
 // between them.
 struct BlockMemory {
-  static constexpr int kExpertsPerThread = 4;
-
-  struct Header {
+  struct alignas(16) Header {
     uint32_t active;                 // find_active
     uint32_t participants;           // agree_on_sources
     uint32_t is_absent[kMaxRanks];   // with masks: given up while this block waited for its counts
@@ -29,31 +34,29 @@ struct BlockMemory {
     Divisor by_max_vecs;
   };
   Header* header;
+  TaskRow* task_rows;     // [warps] dispatch: of tasks
   uint32_t* counters;     // [E + R] sending: tokens by expert, by rank
   uint32_t* masks;        // [warps] at the source: ranks of the warp's token
   int32_t* num_rows;      // [warps] number of rows of the warp's token
   int32_t* tasks;         // [warps] pack_task, of the current group
   int32_t* own_experts;   // [warps, K] at the source: of the warps' tokens
+  int32_t* own_ordinals;  // [warps, K] Route::ordinal of each
   int32_t* rows;          // [warps, K]
   int32_t* row_experts;   // [warps, K] local expert of a row; for add_topk_rows: its rank
-  float* weights;         // [warps, K] combine
-  int32_t* expert_batch;  // [kExpertsPerThread * threads] experts of tokens that are counted
+  float* weights;         // [warps, K] of own_experts; combine: of rows
   uint32_t* recv_counts;  // [R, 1 + L] receiving: rows of a source: all, by local expert
   uint8_t* stage;         // a slot, in kernels that stage rows: laid out as it is sent
   // in registers
   int rotation;     // see peer_at
   uint32_t active;  // ranks, a bit each, that this block found not masked when it began
 
-  DC_HOST_DEVICE static int batch_size(int num_warps) {
-    return kExpertsPerThread * kWarpSize * num_warps;
-  }
   DC_HOST_DEVICE static int num_recv_counts(const LowLatencyShape& shape, int num_ranks) {
-    return num_ranks * (1 + ceil_div(shape.num_experts, num_ranks));
+    return shape.num_experts + 2 * num_ranks;  // with as many columns for all ranks, or more
   }
   DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks,
                                          int num_warps) {
     return sizeof(Header) + 4 * (shape.num_experts + num_ranks + num_recv_counts(shape, num_ranks) +
-                                 num_warps * (3 + 4 * shape.num_topk) + batch_size(num_warps));
+                                 num_warps * (3 + sizeof(TaskRow) / 4 + 5 * shape.num_topk));
   }
   // First byte of the stage, and the end of it.
   DC_HOST_DEVICE static size_t stage_start(const LowLatencyShape& shape, int num_ranks,
@@ -69,16 +72,17 @@ struct BlockMemory {
     memory.rotation = rotation;
     const int num_warps = arch::num_warps(), num_entries = num_warps * shape.num_topk;
     memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
-    memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
+    memory.task_rows = reinterpret_cast<TaskRow*>(memory.header + 1);
+    memory.counters = reinterpret_cast<uint32_t*>(memory.task_rows + num_warps);
     memory.masks = memory.counters + shape.num_experts + num_ranks;
     memory.num_rows = reinterpret_cast<int32_t*>(memory.masks + num_warps);
     memory.tasks = memory.num_rows + num_warps;
     memory.own_experts = memory.tasks + num_warps;
-    memory.rows = memory.own_experts + num_entries;
+    memory.own_ordinals = memory.own_experts + num_entries;
+    memory.rows = memory.own_ordinals + num_entries;
     memory.row_experts = memory.rows + num_entries;
     memory.weights = reinterpret_cast<float*>(memory.row_experts + num_entries);
-    memory.expert_batch = reinterpret_cast<int32_t*>(memory.weights + num_entries);
-    memory.recv_counts = reinterpret_cast<uint32_t*>(memory.expert_batch + batch_size(num_warps));
+    memory.recv_counts = reinterpret_cast<uint32_t*>(memory.weights + num_entries);
     memory.stage = arch::dynamic_smem() + stage_start(shape, num_ranks, num_warps);
     return memory;
   }
@@ -90,6 +94,9 @@ DC_DEVICE bool block_agrees(bool ok) { return !arch::sync_block_any(!ok); }
 // The warp that handles credit. It is not one of the first warps, which have tokens, if there are
 // others.
 DC_DEVICE bool has_credit_warp() { return arch::warp_idx() == max_of(0, arch::num_warps() - 2); }
+
+// The block that tells the peers how many rows they will get. It has the fewest tokens.
+DC_DEVICE bool is_counting_block() { return arch::block_idx() == arch::num_blocks() - 1; }
 
 // What a launch reads first: one trip to memory, at the same time as its inputs.
 struct LaunchState {
@@ -318,13 +325,6 @@ DC_DEVICE int32_t find_task(const World& world, const BlockMemory& memory, int t
                    memory.header->first_token[source] + task - memory.header->first_task[position]);
 }
 
-// One warp: lists the tasks of a group, one per warp of the block.
-DC_DEVICE void list_tasks(const World& world, const BlockMemory& memory, int first) {
-  const int num_now = min_of(arch::num_warps(), memory.header->first_task[world.num_ranks] - first);
-  if (arch::lane_idx() < num_now)
-    memory.tasks[arch::lane_idx()] = find_task(world, memory, first + arch::lane_idx());
-}
-
 // A block's tasks are the tokens of its share of every source. They are numbered in the registers
 // of a warp: lane p has peer_at(p).
 struct TaskNumbering {
@@ -333,12 +333,19 @@ struct TaskNumbering {
   int num_tasks;  // of all sources
   int rotation;   // see peer_at
 
+  // If every source has as many tokens as this rank: `share` is this block's of each.
+  DC_DEVICE static TaskNumbering forecast(const World& world, const LowLatencyShare& share,
+                                          int rotation) {
+    const int each = share.num_tokens();
+    return {share, arch::lane_idx() * each, world.num_ranks * each, rotation};
+  }
   // num_tokens: lane p, of peer_at(p).
   DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape,
                                       int rotation, int num_tokens) {
     const int position = arch::lane_idx();
-    const LowLatencyShare share =
-        LowLatencyShare::of(shape, position < world.num_ranks ? num_tokens : 0, arch::block_idx());
+    const LowLatencySplit split =
+        LowLatencySplit::make(shape, position < world.num_ranks ? num_tokens : 0);
+    const LowLatencyShare share = LowLatencyShare::of(shape, split, arch::block_idx());
     int end = share.num_tokens();
     DC_UNROLL
     for (int delta = 1; delta < kMaxRanks; delta *= 2) {
@@ -353,11 +360,7 @@ struct TaskNumbering {
     BlockMemory::Header* header = memory.header;
     const int position = arch::lane_idx(), source = peer_at(world, rotation, position);
     const int num_vecs = share.num_columns() / vec_elements;
-    int max_vecs = max_of(num_vecs, 1);
-    DC_UNROLL
-    for (int delta = 1; delta < kMaxRanks; delta *= 2) {
-      max_vecs = max_of(max_vecs, arch::shfl_xor(kFullMask, max_vecs, delta));
-    }
+    const int max_vecs = arch::reduce_max(kFullMask, max_of(num_vecs, 1));
     if (position < world.num_ranks) {
       header->first_token[source] = share.begin;
       header->first_vec[source] = share.column_begin / vec_elements;
@@ -397,63 +400,36 @@ struct Position {
   }
 };
 
-DC_DEVICE uint32_t warp_or(uint32_t bits) {
-  DC_UNROLL
-  for (int lane_mask = 1; lane_mask < kWarpSize; lane_mask *= 2)
-    bits |= arch::shfl_xor(kFullMask, bits, lane_mask);
-  return bits;
+// Whether a lower lane has the same value. All lanes.
+DC_DEVICE bool is_repeated(int value) {
+  const uint32_t lower = (1u << arch::lane_idx()) - 1;
+  return (arch::match_any(kFullMask, value) & lower) != 0;
 }
 
-// Expert indices as the user passed them. All loads are issued before any of the values is used,
-// because the first use waits for its load.
-template <int kCount>
-struct RawExperts {
-  int64_t values[kCount];
-
-  // positions: first, first + stride, … below end.
-  DC_DEVICE void load(const void* topk_idx, int64_t first, int stride, int64_t end, int num_bytes) {
-    if (num_bytes == 4) {
-      DC_UNROLL
-      for (int idx = 0; idx < kCount; ++idx) {
-        const int64_t position = first + idx * stride;
-        values[idx] = -1;
-        if (position < end)
-          values[idx] = arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position);
-      }
-      return;
-    }
-    DC_UNROLL
-    for (int idx = 0; idx < kCount; ++idx) {
-      const int64_t position = first + idx * stride;
-      values[idx] = -1;
-      if (position < end)
-        values[idx] = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
-    }
-  }
-  // A value outside the range of int becomes -2.
-  DC_DEVICE int get(int idx) const {
-    return values[idx] == static_cast<int32_t>(values[idx]) ? static_cast<int>(values[idx]) : -2;
-  }
-};
-
-// The bit of an expert's rank. A warp combines those of a token's entries with warp_or.
+// The bit of an expert's rank. A warp combines those of a token's entries.
 DC_DEVICE uint32_t rank_bit(const PreparedExpertMap& experts, int expert) {
   return expert >= 0 && expert < experts.num_experts ? 1u << experts.rank_of(expert) : 0u;
 }
 
-// An expert index as it was loaded; -1 and a report for one that is out of range.
+// An entry of topk_idx, at `position`, that names no expert.
 template <class Args>
-DC_DEVICE int checked_expert(const Context& context, const Args& args, int expert, int64_t position,
-                             int num_topk, int num_experts) {
-  if (expert >= -1 && expert < num_experts) return expert;
+DC_DEVICE_COLD void report_expert(Context context, const Args& args, int64_t position) {
   report_error(
       context,
       {ErrorKind::kExpertIndex,
-       {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, num_topk},
+       {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, args.shape.num_topk},
        static_cast<uint64_t>(load_given_expert(args.topk_idx, position, args.topk_idx_bytes)),
-       static_cast<uint64_t>(num_experts),
+       static_cast<uint64_t>(args.shape.num_experts),
        0,
        position});
+}
+
+// An expert index as it was loaded; -1 and a report for one that is out of range.
+template <class Args>
+DC_DEVICE int checked_expert(const Context& context, const Args& args, int expert,
+                             int64_t position) {
+  if (expert >= -1 && expert < args.shape.num_experts) return expert;
+  report_expert(context, args, position);
   return -1;
 }
 

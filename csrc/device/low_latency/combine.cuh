@@ -28,11 +28,11 @@ namespace deep_comm {
 template <CombineRows kRows, bool kLogFmt, bool kMayShrink, bool kRotatesPeers>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyBuffer buffer{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
-  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
+  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.split, arch::block_idx());
   const int rotation = kRotatesPeers ? block_rotation(args.world) : 0;
   BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks, rotation);
   TaskForecast forecast{};
-  if (args.phases.send) forecast = TaskForecast::make(args, rotation);
+  if (args.phases.send) forecast = TaskForecast::make(args.world, share, rotation);
   arch::await_earlier_launch();
   arch::allow_later_launch();
   const LaunchState launch = LaunchState::load(buffer, args.phases);

@@ -23,27 +23,25 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
        base += has_pairs ? 2 * num_threads : num_threads) {
     Vec16* results[2] = {nullptr, nullptr};
     Arrivals<kMaxRanks> arrivals;
+    uint32_t wanted = 0;
     DC_UNROLL
     for (int piece = 0; piece < 2; ++piece) {
       const int idx = has_pairs ? base + piece * num_threads : base;
-      const bool is_there = idx < num_total;
-      const Position position = Position::of(is_there ? idx : 0, by_vecs, num_vecs);
+      if (idx >= num_total) continue;
+      const Position position = Position::of(idx, by_vecs, num_vecs);
       const int token = begin + position.row, vec = first_vec + position.column;
-      const uint32_t mask = is_there ? memory.masks[position.row] & memory.active : 0;
-      if (is_there) {
-        results[piece] = reinterpret_cast<Vec16*>(args.combined_x) +
-                         static_cast<size_t>(token) * (args.shape.hidden / Type::kPerVec) + vec;
-      }
-      const int first_peer = has_pairs ? 0 : piece * kHalf;
-      uint8_t* row = buffer.combine_row(args.world.rank, first_peer, token);
+      results[piece] = reinterpret_cast<Vec16*>(args.combined_x) +
+                       static_cast<size_t>(token) * (args.shape.hidden / Type::kPerVec) + vec;
+      const uint32_t mask = memory.masks[position.row] & memory.active;
+      wanted |= has_pairs ? mask << (piece * kHalf) : mask;
+      uint8_t* row = buffer.combine_row(args.world.rank, has_pairs ? 0 : piece * kHalf, token);
       DC_UNROLL
       for (int peer = 0; peer < kHalf; ++peer) {
-        Vec16*& from = arrivals.from[piece * kHalf + peer];
-        from = nullptr;
-        if ((mask >> (first_peer + peer) & 1u) == 0) continue;
-        from = reinterpret_cast<Vec16*>(row + peer * args.shape.stride(buffer.kind)) + vec;
+        arrivals.from[piece * kHalf + peer] = reinterpret_cast<Vec16*>(row) + vec;
+        row += args.shape.stride(buffer.kind);
       }
     }
+    arrivals.want(wanted);
     arrivals.look();
     const auto wait_of = [=](int idx) {
       return WaitFor{Stage::kRows, Word::kRow, has_pairs ? idx % kHalf : idx, arch::block_idx()};
@@ -57,7 +55,7 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
         DC_UNROLL
         for (float& element : sum) element = 0.0f;
       }
-      if (arrivals.from[idx] == nullptr) continue;
+      if (!arrivals.is_wanted(idx)) continue;
       Type::add(sum, arrivals.vecs[idx]);
       arrivals.clear(idx);
     }
@@ -157,10 +155,10 @@ DC_DEVICE bool add_topk_rows(const Context& context, const LowLatencyCombineArgs
     DC_NO_UNROLL
     for (int first = 0; first < num_rows; first += kAhead) {
       Arrivals<kAhead> arrivals;
+      arrivals.want((1u << min_of(kAhead, num_rows - first)) - 1);
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
-        arrivals.from[step] = nullptr;
-        if (first + step >= num_rows) continue;
+        if (!arrivals.is_wanted(step)) continue;
         const int sender = gather_sender(args.can_shrink, ranks[first + step]);
         arrivals.from[step] = reinterpret_cast<Vec16*>(buffer.gather_row(
                                   args.world.rank, sender, token, entries[first + step])) +
@@ -173,7 +171,7 @@ DC_DEVICE bool add_topk_rows(const Context& context, const LowLatencyCombineArgs
       if (!ok) return false;
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
-        if (arrivals.from[step] == nullptr) continue;
+        if (!arrivals.is_wanted(step)) continue;
         add_weighted(sum, arrivals.vecs[step], weights[first + step]);
         arrivals.clear(step);
       }
@@ -204,8 +202,8 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
       if constexpr (kRows == CombineRows::kSelections) {
         find_topk_rows(args, memory, group + warp);
       } else {
-        if (group != share.begin) inputs.load_experts(args, group + warp);
-        const uint32_t mask = inputs.ranks(args);
+        if (group != share.begin) inputs.load_expert(args, group + warp);
+        const uint32_t mask = inputs.ranks(args, group + warp);
         if (arch::lane_idx() == 0) memory.masks[warp] = mask;
       }
     }

@@ -28,11 +28,11 @@ struct TaskForecast {
   int32_t task;
   bool has_task;
 
-  DC_DEVICE static TaskForecast make(const LowLatencyCombineArgs& args, int rotation) {
-    TaskForecast forecast{TaskNumbering::make(args.world, args.shape, rotation, args.num_tokens), 0,
-                          false};
+  DC_DEVICE static TaskForecast make(const World& world, const LowLatencyShare& share,
+                                     int rotation) {
+    TaskForecast forecast{TaskNumbering::forecast(world, share, rotation), 0, false};
     forecast.has_task = arch::warp_idx() < forecast.numbering.num_tasks;
-    if (forecast.has_task) forecast.task = forecast.numbering.find(args.world, arch::warp_idx());
+    if (forecast.has_task) forecast.task = forecast.numbering.find(world, arch::warp_idx());
     return forecast;
   }
 };
@@ -64,9 +64,9 @@ struct RawSummand {
 // What a launch loads first.
 struct CombineInputs {
   LowLatencyShare share;
-  int num_tokens;         // lane p: of peer_at(p)
-  RawExperts<2> experts;  // of this warp's first token, by lane
-  RawSummand summand;     // of the forecast task
+  int num_tokens;      // lane p: of peer_at(p)
+  RawExpert expert;    // of this warp's first token: entry k in lane k
+  RawSummand summand;  // of the forecast task
 
   template <CombineRows kRows>
   DC_DEVICE static CombineInputs load(const LowLatencyCombineArgs& args,
@@ -79,18 +79,29 @@ struct CombineInputs {
     }
     if (forecast.has_task) inputs.summand = RawSummand::load<kRows>(args, forecast.task, lane);
     if (kRows != CombineRows::kSelections && args.phases.receive && token < inputs.share.end) {
-      inputs.load_experts(args, token);
+      inputs.load_expert(args, token);
     }
     return inputs;
   }
-  DC_DEVICE void load_experts(const LowLatencyCombineArgs& args, int token) {
+  DC_DEVICE void load_expert(const LowLatencyCombineArgs& args, int token) {
+    if (arch::lane_idx() >= args.shape.num_topk) return;
     const int64_t begin = static_cast<int64_t>(token) * args.shape.num_topk;
-    experts.load(args.topk_idx, begin + arch::lane_idx(), kWarpSize, begin + args.shape.num_topk,
-                 args.topk_idx_bytes);
+    expert = RawExpert::load(args.topk_idx, begin + arch::lane_idx(), args.topk_idx_bytes);
   }
-  // One warp: the ranks that hold its token's experts.
-  DC_DEVICE uint32_t ranks(const LowLatencyCombineArgs& args) const {
-    return warp_or(rank_bit(args.experts, experts.get(0)) | rank_bit(args.experts, experts.get(1)));
+  // One warp: the ranks that hold the experts of the token whose first entries are loaded.
+  DC_DEVICE uint32_t ranks(const LowLatencyCombineArgs& args, int token) const {
+    RawExpert entry = expert;
+    uint32_t mask = 0;
+    DC_NO_UNROLL
+    for (int k = arch::lane_idx(); k < args.shape.num_topk; k += kWarpSize) {
+      if (k >= kWarpSize) {
+        entry =
+            RawExpert::load(args.topk_idx, static_cast<int64_t>(token) * args.shape.num_topk + k,
+                            args.topk_idx_bytes);
+      }
+      mask |= rank_bit(args.experts, entry.value(args.topk_idx_bytes));
+    }
+    return arch::reduce_or(kFullMask, mask);
   }
 };
 
@@ -128,7 +139,7 @@ DC_DEVICE bool number_tasks(const LowLatencyCombineArgs& args, const BlockMemory
   const bool has_tokens =
       is_source && is_active(memory, peer_at(args.world, memory.rotation, arch::lane_idx()));
   const int num_tokens = has_tokens ? inputs.num_tokens : 0;
-  const bool is_forecast = arch::all(kFullMask, !is_source || num_tokens == args.num_tokens);
+  const bool is_forecast = arch::all(kFullMask, !is_source || num_tokens == args.split.num_tokens);
   if (!is_forecast)
     *numbering = TaskNumbering::make(args.world, args.shape, memory.rotation, num_tokens);
   return is_forecast;
@@ -342,7 +353,7 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   if (warp == 0) numbering.note(args.world, memory, Piece<PayloadFormat::kBfloat16>::kElements);
   const int num_tasks = numbering.num_tasks;
   bool ok = !has_credit_warp() ||
-            await_credit(context, buffer, memory, launch, args.signature, args.num_tokens);
+            await_credit(context, buffer, memory, launch, args.signature, args.split.num_tokens);
   // Groups of a task per warp.
   DC_NO_UNROLL
   for (int first = 0; first < num_tasks; first += num_warps) {

@@ -45,15 +45,17 @@ DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   LowLatencyBuffer buffer{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
   const int rotation = kRotatesPeers ? block_rotation(args.world) : 0;
   BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks, rotation);
-  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
-  if (args.phases.receive && arch::warp_idx() == arch::num_warps() - 1)
-    forecast_tasks<kFormat>(args, memory);
+  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.split, arch::block_idx());
+  if (args.phases.send) zero_counters(args, memory);
   arch::await_earlier_launch();
   arch::allow_later_launch();
   // All loads of the beginning, before any of the values is used.
   const LaunchState launch = LaunchState::load(buffer, args.phases);
-  SendInputs<kFormat> inputs{};
-  if (args.phases.send) inputs = SendInputs<kFormat>::load(args, share);
+  SendInputs<kFormat, kRows> inputs{};
+  if (args.phases.send) inputs = SendInputs<kFormat, kRows>::load(args, share);
+  if (args.phases.send) arch::sync_block();  // the counters are zero
+  if (args.phases.receive && arch::warp_idx() == arch::num_warps() - 1)
+    forecast_tasks<kFormat>(args, buffer, memory, share);
   const Context context{args.world, Kernel::kLowLatencyDispatch, launch.operation(args.phases),
                         kMayShrink && args.can_shrink};
   buffer.buffer_idx = static_cast<int>(context.generation & 1u);

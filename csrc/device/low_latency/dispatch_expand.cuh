@@ -11,34 +11,23 @@ namespace deep_comm {
 // expert e.
 DC_DEVICE int32_t first_row(const BlockMemory& memory, int num_local, int source, int column) {
   uint32_t num_before = 0;
-  DC_UNROLL_BY(4)
+  DC_NO_UNROLL
   for (int before = 0; before < source; ++before)
     num_before += memory.recv_counts[before * (1 + num_local) + column];
   return static_cast<int32_t>(num_before);
 }
 
-// Where the routes of the warp's task arrive.
-DC_DEVICE Vec16* routes_of_task(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
-                                const BlockMemory& memory) {
-  const int32_t task = memory.tasks[arch::warp_idx()];
-  const int source = source_of(task);
-  return buffer.routes(args.world.rank, source, arch::block_idx(),
-                       token_of(task) - memory.header->first_token[source]);
-}
-
 // One warp: finds the output rows of its task's token. They are noted in shared memory and, by one
-// block per token, in the outputs. `first`: the first look at this lane's route.
+// block per token, in the outputs. `routes`: of the token; `first`: the first look at this lane's.
 DC_DEVICE bool find_output_rows(const Context& context, const LowLatencyDispatchArgs& args,
-                                const LowLatencyBuffer& buffer, const BlockMemory& memory,
-                                const Vec16& first, int num_local) {
+                                const BlockMemory& memory, Vec16* routes, const Vec16& first,
+                                int num_local) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, lane = arch::lane_idx(), warp = arch::warp_idx();
   const int num_slots = args.world.num_ranks * shape.num_max_tokens;
   const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
-  const bool is_leading =
-      memory.header->first_vec[source] == 0;  // this block has its first columns
-  Vec16* routes = routes_of_task(args, buffer, memory);
+  const bool is_leading = memory.task_rows[warp].first_vec == 0;  // has its first columns
   const int64_t token_row = static_cast<int64_t>(source) * shape.num_max_tokens + token;
   int32_t* rows = memory.rows + warp * num_topk;
   int num_rows = 0;
@@ -105,28 +94,37 @@ struct RowPieces {
                       const BlockMemory& memory, int first, int num_tasks) {
     const int max_vecs = memory.header->max_vecs, num_total = num_tasks * max_vecs;
     const Divisor by_max_vecs = memory.header->by_max_vecs;
+    uint8_t* start = buffer.slot(args.world.rank, 0, 0);
+    uint32_t wanted = 0;
     DC_UNROLL
     for (int step = 0; step < kCount; ++step) {
       const int idx = first + step * arch::num_threads();
-      arrivals.from[step] = nullptr;
       if (idx >= num_total) continue;
       const Position position = Position::of(idx, by_max_vecs, max_vecs);
-      const int source = source_of(memory.tasks[position.row]),
-                token = token_of(memory.tasks[position.row]);
-      if (position.column >= memory.header->num_vecs[source]) continue;
+      const TaskRow row = memory.task_rows[position.row];
+      if (position.column >= row.num_vecs) continue;
       tasks[step] = position.row;
-      columns[step] = memory.header->first_vec[source] + position.column;
-      arrivals.from[step] =
-          reinterpret_cast<Vec16*>(buffer.slot(args.world.rank, source, token)) + columns[step];
+      columns[step] = row.first_vec + position.column;
+      arrivals.from[step] = reinterpret_cast<Vec16*>(start + row.slot) + columns[step];
+      wanted |= 1u << step;
     }
+    arrivals.want(wanted);
     arrivals.look();
   }
   // When the output rows are known: rows that are not sent here are not awaited.
   DC_DEVICE void forget_others(const BlockMemory& memory) {
     DC_UNROLL
     for (int step = 0; step < kCount; ++step) {
-      if (arrivals.from[step] != nullptr && memory.num_rows[tasks[step]] == 0)
-        arrivals.from[step] = nullptr;
+      if (arrivals.is_wanted(step) && memory.num_rows[tasks[step]] == 0) arrivals.forget(step);
+    }
+  }
+  // Drops the first.
+  DC_DEVICE void shift() {
+    arrivals.shift();
+    DC_UNROLL
+    for (int step = 1; step < kCount; ++step) {
+      tasks[step - 1] = tasks[step];
+      columns[step - 1] = columns[step];
     }
   }
 };
@@ -150,18 +148,19 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs&
                      arch::block_idx()};
     });
     if (!ok) return false;
-    DC_UNROLL
-    for (int step = 0; step < RowPieces::kCount; ++step) {
-      if (pieces.arrivals.from[step] == nullptr) continue;
-      const Vec16 vec = decode<kFormat>(pieces.arrivals.vecs[step]);
-      const int task = pieces.tasks[step], num_rows = memory.num_rows[task];
+    // Rolled: a launch fetches its code anew, which takes longer than to run it.
+    DC_NO_UNROLL
+    for (; pieces.arrivals.wanted != 0; pieces.shift()) {
+      if (!pieces.arrivals.is_wanted(0)) continue;
+      const Vec16 vec = decode<kFormat>(pieces.arrivals.vecs[0]);
+      const int task = pieces.tasks[0], num_rows = memory.num_rows[task];
       const int32_t* rows = memory.rows + task * shape.num_topk;
       DC_NO_UNROLL
       for (int idx = 0; idx < num_rows; ++idx) {
         uint8_t* row = args.out.recv_x + static_cast<size_t>(rows[idx]) * shape.row_bytes;
-        arch::st_streaming(reinterpret_cast<Vec16*>(row) + pieces.columns[step], vec);
+        arch::st_streaming(reinterpret_cast<Vec16*>(row) + pieces.columns[0], vec);
       }
-      pieces.arrivals.clear(step);
+      pieces.arrivals.clear(0);
     }
   }
   return true;
@@ -184,18 +183,17 @@ struct ScalePiece {
                       const BlockMemory& memory, const ScaleOutputs<kFormat>& outputs, int idx,
                       int num_tasks) {
     const int vecs_per_output = outputs.first_column(1) / Piece<kFormat>::kElements;
-    const Divisor by_vecs = Divisor::make(vecs_per_output);
+    const int shift = arch::ffs(vecs_per_output) - 1;  // a power of two
     // This block's outputs of a row are consecutive: those of its columns.
-    max_outputs = by_vecs.quotient(memory.header->max_vecs + vecs_per_output - 1);
+    max_outputs = (memory.header->max_vecs + vecs_per_output - 1) >> shift;
     task = -1;
     if (idx >= num_tasks * max_outputs) return;
     const Position position = Position::of(idx, Divisor::make(max_outputs), max_outputs);
-    const int32_t packed = memory.tasks[position.row];
-    const int source = source_of(packed);
-    if (position.column * vecs_per_output >= memory.header->num_vecs[source]) return;
+    const TaskRow row = memory.task_rows[position.row];
+    if (position.column * vecs_per_output >= row.num_vecs) return;
     task = position.row;
-    output = by_vecs.quotient(memory.header->first_vec[source]) + position.column;
-    words = reinterpret_cast<uint32_t*>(buffer.slot(args.world.rank, source, token_of(packed)) +
+    output = (row.first_vec >> shift) + position.column;
+    words = reinterpret_cast<uint32_t*>(buffer.slot(args.world.rank, 0, 0) + row.slot +
                                         args.shape.row_bytes) +
             outputs.first_word(output);
     bits = arch::ld_relaxed_sys(words);

@@ -118,15 +118,29 @@ DC_DEVICE void report_num_tokens(const LowLatencyDispatchArgs& args, const int32
                        Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
 }
 
+// One warp: lists the tasks of a group, one per warp of the block.
+DC_DEVICE void list_tasks(const World& world, const LowLatencyBuffer& buffer,
+                          const BlockMemory& memory, int first) {
+  const BlockMemory::Header& header = *memory.header;
+  const int warp = arch::lane_idx();
+  if (warp >= min_of(arch::num_warps(), header.first_task[world.num_ranks] - first)) return;
+  const int32_t task = find_task(world, memory, first + warp);
+  const int source = source_of(task);
+  memory.tasks[warp] = task;
+  memory.task_rows[warp] = {buffer.slot_offset(source, token_of(task)), header.first_vec[source],
+                            header.num_vecs[source]};
+}
+
 // The tasks if every source has as many tokens as this rank, which is the usual case. Their routes
 // and rows can be polled before anything is known about the sources. One warp; the caller has a
 // barrier of the block after it.
 template <PayloadFormat kFormat>
-DC_DEVICE void forecast_tasks(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
-  TaskNumbering::make(args.world, args.shape, memory.rotation, args.num_tokens)
+DC_DEVICE void forecast_tasks(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
+                              const BlockMemory& memory, const LowLatencyShare& share) {
+  TaskNumbering::forecast(args.world, share, memory.rotation)
       .note(args.world, memory, Piece<kFormat>::kElements);
   arch::sync_warp();
-  list_tasks(args.world, memory, 0);
+  list_tasks(args.world, buffer, memory, 0);
 }
 
 // Watches the route of a forecast task, and the announcement of its source. If the source announces
@@ -155,15 +169,21 @@ struct ForecastRouteWatch {
 // The first looks at routes, rows and scales of a group of tasks, all in flight together.
 template <PayloadFormat kFormat>
 struct GroupLooks {
-  Vec16 route;  // of the warp's task
+  Vec16* routes;  // of the warp's task
+  Vec16 route;    // this lane's
   RowPieces rows;
   ScalePiece<kFormat> scales;
 
   DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                       const BlockMemory& memory, const ScaleOutputs<kFormat>& outputs,
                       int num_tasks) {
-    if (arch::warp_idx() < num_tasks && arch::lane_idx() < args.shape.num_topk) {
-      route = arch::ld_relaxed_sys(routes_of_task(args, buffer, memory) + arch::lane_idx());
+    if (arch::warp_idx() < num_tasks) {
+      const int32_t task = memory.tasks[arch::warp_idx()];
+      const int source = source_of(task);
+      routes = buffer.routes(args.world.rank, source, arch::block_idx(),
+                             token_of(task) - memory.header->first_token[source]);
+      if (arch::lane_idx() < args.shape.num_topk)
+        route = arch::ld_relaxed_sys(routes + arch::lane_idx());
     }
     if (args.shape.num_scales > 0)
       scales.look(args, buffer, memory, outputs, scales.first(), num_tasks);
@@ -178,8 +198,9 @@ struct GroupLooks {
     if (arch::warp_idx() >= num_tasks || arch::lane_idx() >= args.shape.num_topk) return true;
     if (has_arrived(route)) return true;
     const int source = source_of(memory.tasks[arch::warp_idx()]);
-    const uint32_t announcement = args.signature << 16 | static_cast<uint32_t>(args.num_tokens);
-    ForecastRouteWatch watch{{routes_of_task(args, buffer, memory) + arch::lane_idx(), route},
+    const uint32_t announcement =
+        args.signature << 16 | static_cast<uint32_t>(args.split.num_tokens);
+    ForecastRouteWatch watch{{routes + arch::lane_idx(), route},
                              buffer.announced(args.world.rank, source),
                              Tagged::pack(context.generation, announcement),
                              0};
@@ -192,7 +213,8 @@ struct GroupLooks {
   DC_DEVICE void look_again(bool has_scales) {
     if (has_scales && scales.task >= 0 && !has_arrived(scales.bits))
       scales.bits = arch::ld_relaxed_sys(scales.words);
-    rows.arrivals.look_at_missing();
+    rows.arrivals.settle();
+    rows.arrivals.look();
   }
 };
 
@@ -247,8 +269,9 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
                       first_row(memory, num_local, world.num_ranks, 0));
   }
   const bool is_source = arch::lane_idx() < world.num_ranks;
-  const int num_tokens = is_source ? memory.header->num_tokens[arch::lane_idx()] : args.num_tokens;
-  bool has_looked = arch::all(kFullMask, num_tokens == args.num_tokens);
+  const int num_tokens =
+      is_source ? memory.header->num_tokens[arch::lane_idx()] : args.split.num_tokens;
+  bool has_looked = arch::all(kFullMask, num_tokens == args.split.num_tokens);
   if (!has_looked) {
     // Since the barrier above nobody uses the forecast.
     if (warp == 0) {
@@ -256,7 +279,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
       TaskNumbering::make(world, args.shape, memory.rotation, memory.header->num_tokens[source])
           .note(world, memory, Piece<kFormat>::kElements);
       arch::sync_warp();
-      list_tasks(world, memory, 0);
+      list_tasks(world, buffer, memory, 0);
     }
     arch::sync_block();
   }
@@ -268,14 +291,14 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     if (!has_looked) looks.look(args, buffer, memory, outputs, num_now);
     has_looked = false;
     if (warp < num_now)
-      ok = find_output_rows(context, args, buffer, memory, looks.route, num_local);
+      ok = find_output_rows(context, args, memory, looks.routes, looks.route, num_local);
     if (!block_agrees(ok)) return;
     if (args.shape.num_scales > 0)
       ok = expand_scales<kFormat>(context, args, buffer, memory, outputs, looks.scales, num_now);
     ok = ok && expand_rows<kFormat>(context, args, buffer, memory, looks.rows, num_now);
     if (first + num_warps >= num_tasks) break;
     if (!block_agrees(ok)) return;  // all threads have read the output rows
-    if (warp == 0) list_tasks(world, memory, first + num_warps);
+    if (warp == 0) list_tasks(world, buffer, memory, first + num_warps);
     arch::sync_block();
   }
   if (is_writing && ok) write_counts(args, memory, num_local);

@@ -10,7 +10,7 @@
 
 namespace deep_comm {
 
-template <PayloadFormat kFormat, bool kMayShrink = true, DispatchRows kRows = DispatchRows::kHalves>
+template <PayloadFormat kFormat, bool kMayShrink = true, DispatchRows kRows = DispatchRows::kMany>
 struct LowLatencyDispatchKernel
     : WaitingKernel<LowLatencyDispatchArgs, Kernel::kLowLatencyDispatch, 448> {
   static constexpr bool kBeginsEarly = true;

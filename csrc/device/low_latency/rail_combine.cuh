@@ -42,7 +42,7 @@ DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailComb
                             const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_topk = args.shape.num_topk, num_warps = arch::num_warps();
-  for (int token = arch::block_idx() * num_warps + arch::warp_idx(); token < args.num_tokens;
+  for (int token = arch::block_idx() * num_warps + arch::warp_idx(); token < args.split.num_tokens;
        token += arch::num_blocks() * num_warps) {
     const TokenRanks ranks = find_ranks(args, token);
     const size_t offset = buffer.weights(group.rank, token), staged = buffer.weights_staged(token);
@@ -240,7 +240,7 @@ DC_DEVICE bool combine_send(const RailContext& context, const LowLatencyRailComb
         if (!is_active(context, memory, peer)) continue;
         // pairs with: await_announcements at the peer — nothing but the word itself
         send_word(buffer, peer, buffer.announced(group.rank),
-                  announcement(context, args.signature, args.num_tokens));
+                  announcement(context, args.signature, args.split.num_tokens));
       }
     }
   }
@@ -404,7 +404,7 @@ template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void combine_receive(const RailContext& context, const LowLatencyRailCombineArgs& args,
                                const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
-  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
+  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.split, arch::block_idx());
   // A peer that waits for another rank's weights is not silent. So waits for its rows last longer,
   // and the waits for announcements find out which rank is missing.
   RailContext patient = context;

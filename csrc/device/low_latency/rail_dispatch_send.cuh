@@ -23,7 +23,7 @@ DC_DEVICE int rail_expert(const LowLatencyRailDispatchArgs& args, int64_t positi
 
 DC_DEVICE bool forwards_in_node(const LowLatencyRailDispatchArgs& args) {
   // Not if a rank may be masked: rows of other ranks would be lost with it.
-  return !args.can_shrink && args.num_tokens >= args.reach.hand_on_tokens;
+  return !args.can_shrink && args.split.num_tokens >= args.reach.hand_on_tokens;
 }
 
 // The block counts tokens [begin, end): counters[e] those that select expert e, counters[E + r]
@@ -75,7 +75,7 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
   int experts[2] = {-1, -1};
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int k, int part) {
     const int expert = load_expert(args.topk_idx, first + k, args.topk_idx_bytes);
-    experts[part] = checked_expert(context, args, expert, first + k, num_topk, num_experts);
+    experts[part] = checked_expert(context, args, expert, first + k);
     return experts[part] < 0 ? -1 : map.rank_of(experts[part]);
   });
   const TokenRanks nodes = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
@@ -207,7 +207,7 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
                        : of_rank == 1 ? Words::kNumForwarded
                                       : Words::kAnnounced;
     const uint64_t word = column == Words::kAnnounced
-                              ? announcement(context, args.signature, args.num_tokens)
+                              ? announcement(context, args.signature, args.split.num_tokens)
                               : Tagged::pack(context.generation, memory.counters[idx]);
     if (!is_active(context, memory, peer)) continue;
     if (memory.reached[peer] != nullptr) {
@@ -246,7 +246,7 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
                  arch::thread_idx());
     }
   };
-  if (arch::block_idx() < args.num_tokens) load_first(arch::block_idx());
+  if (arch::block_idx() < args.split.num_tokens) load_first(arch::block_idx());
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
     memory.counters[idx] = 0;
   bool ok = warp != arch::num_warps() - 1 || await_credit(context, buffer, memory, previous);
@@ -254,7 +254,8 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
   const int last_block = arch::num_blocks() - 1;
   int num_counted = 0;  // tokens that the counters hold
   if (arch::block_idx() < num_sending_blocks()) {
-    for (int token = arch::block_idx(); token < args.num_tokens; token += num_sending_blocks()) {
+    for (int token = arch::block_idx(); token < args.split.num_tokens;
+         token += num_sending_blocks()) {
       if (token != arch::block_idx()) load_first(token);
       count_tokens(args, memory, num_counted, token);
       num_counted = token;
@@ -267,7 +268,7 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
     }
   }
   if (arch::block_idx() != last_block) return true;
-  count_tokens(args, memory, num_counted, args.num_tokens);
+  count_tokens(args, memory, num_counted, args.split.num_tokens);
   arch::sync_block();
   send_counts(context, args, buffer, memory);
   return true;

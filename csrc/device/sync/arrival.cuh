@@ -51,41 +51,46 @@ DC_DEVICE bool take_arrival(const AnyContext& context, T* address, const WaitFor
   return true;
 }
 
-// Several addresses at once. Their loads are in flight together, and one wait serves them all.
+// Several addresses at once. Their loads are in flight together, and one wait serves them all. The
+// indices are constants of unrolled loops, which keeps the arrays in registers.
 template <int kCount>
 struct Arrivals {
-  Vec16* from[kCount];  // null: none, or not awaited any more
+  Vec16* from[kCount];
   Vec16 vecs[kCount];
+  uint32_t wanted = 0;   // a bit each
+  uint32_t missing = 0;  // those of them that have not been seen yet
 
+  DC_DEVICE void want(uint32_t bits) { wanted = missing = bits; }
+  DC_DEVICE void forget(int idx) {
+    wanted &= ~(1u << idx);
+    missing &= ~(1u << idx);
+  }
+  DC_DEVICE bool is_wanted(int idx) const { return (wanted >> idx & 1u) != 0; }
+  // Loads what is missing. Using a value would wait for it, so that each address would cost a trip
+  // to memory: settle follows when all loads have been issued.
   DC_DEVICE void look() {
     DC_UNROLL
     for (int idx = 0; idx < kCount; ++idx) {
-      if (from[idx] != nullptr) vecs[idx] = arch::ld_relaxed_sys(from[idx]);
+      if ((missing >> idx & 1u) != 0) vecs[idx] = arch::ld_relaxed_sys(from[idx]);
     }
   }
-  DC_DEVICE bool is_missing(int idx) const {
-    return from[idx] != nullptr && !has_arrived(vecs[idx]) && !arch::fault(Fault::kSkipArrival);
-  }
-  // Loads again what is missing. All loads are issued before the first value is used: using a value
-  // waits for it, and then each address would cost a trip to memory.
-  DC_DEVICE void look_at_missing() {
-    bool is_wanted[kCount];
-    DC_UNROLL
-    for (int idx = 0; idx < kCount; ++idx) is_wanted[idx] = is_missing(idx);
+  DC_DEVICE void settle() {
     DC_UNROLL
     for (int idx = 0; idx < kCount; ++idx) {
-      if (is_wanted[idx]) vecs[idx] = arch::ld_relaxed_sys(from[idx]);
+      const uint32_t bit = 1u << idx;
+      if ((missing & bit) != 0 && (has_arrived(vecs[idx]) || arch::fault(Fault::kSkipArrival)))
+        missing ^= bit;
     }
   }
-  // As look_at_missing. Returns an index that is still missing (the last one), or -1.
-  DC_DEVICE int look_again() {
-    look_at_missing();
-    int missing = -1;
+  // Drops the first.
+  DC_DEVICE void shift() {
     DC_UNROLL
-    for (int idx = 0; idx < kCount; ++idx) {
-      if (is_missing(idx)) missing = idx;
+    for (int idx = 1; idx < kCount; ++idx) {
+      from[idx - 1] = from[idx];
+      vecs[idx - 1] = vecs[idx];
     }
-    return missing;
+    wanted >>= 1;
+    missing >>= 1;
   }
   // Leaves zeros where `idx` was read.
   DC_DEVICE void clear(int idx) const {
@@ -93,25 +98,21 @@ struct Arrivals {
   }
 };
 
-// Waits for all of `arrivals`, which have been looked at once. wait_of(idx) names the peer. An
-// entry of a masked rank becomes null. The indices are constants of unrolled loops, which keeps the
-// arrays in registers.
+// Waits for all of `arrivals`, which have been looked at once. wait_of(idx) names the peer. What a
+// masked rank does not send is forgotten.
 //   unblocked by: the peers' stores of words that are not zero
 template <int kCount, class WaitOf>
 DC_DEVICE bool await_arrivals(const Context& context, Arrivals<kCount>& arrivals, WaitOf wait_of) {
   constexpr int kPollsPerClock = DEEP_COMM_TARGET_CUDA ? 64 : 1;
-  bool is_complete = true;
-  DC_UNROLL
-  for (int idx = 0; idx < kCount; ++idx) is_complete = is_complete && !arrivals.is_missing(idx);
-  if (is_complete) return true;
   WaitClock clock;
   while (true) {
-    int missing = -1;
     DC_NO_UNROLL
     for (int poll = 0; poll < kPollsPerClock; ++poll) {
-      missing = arrivals.look_again();
-      if (missing < 0) return true;
+      arrivals.settle();
+      if (arrivals.missing == 0) return true;
+      arrivals.look();
     }
+    const int missing = arch::ffs(arrivals.missing) - 1;
     WaitFor wait{};
     ArrivalWatch<Vec16> watch{};
     DC_UNROLL
@@ -125,10 +126,7 @@ DC_DEVICE bool await_arrivals(const Context& context, Arrivals<kCount>& arrivals
       continue;
     }
     if (!is_given_up(context, wait.peer)) return false;
-    DC_UNROLL
-    for (int idx = 0; idx < kCount; ++idx) {
-      if (idx == missing) arrivals.from[idx] = nullptr;
-    }
+    arrivals.forget(missing);
     clock = {};
   }
 }

@@ -8,8 +8,7 @@ namespace deep_comm {
 
 namespace {
 
-constexpr int kColumnGroup = 512;  // columns that stay in one block
-constexpr int kHostBlocks = 3;     // where no SMs limit them
+constexpr int kHostBlocks = 3;  // where no SMs limit them
 constexpr int kBlockMultiple = 8;
 constexpr int kScalesPerPack = 4;
 constexpr int kFp4TileRows = 128;
