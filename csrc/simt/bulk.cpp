@@ -18,6 +18,7 @@ void check(Fiber* self, const char* op, const void* global, const void* smem, ui
   if (num_bytes % 16 != 0) refuse("the size is a multiple of 16");
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0) refuse("the global address is not 16-aligned");
   if (reinterpret_cast<uintptr_t>(smem) % 16 != 0) refuse("the shared address is not 16-aligned");
+  if (num_bytes == 0) refuse("there is nothing to copy");
   const Block* block = block_of(self);
   const auto offset = static_cast<size_t>(static_cast<const uint8_t*>(smem) - block->smem.base);
   if (offset > block->smem.num_bytes || num_bytes > block->smem.num_bytes - offset) {

@@ -142,6 +142,8 @@ PROBE(match_any_4, uint32_t* out, int32_t value) {
 PROBE(match_any_8, uint32_t* out, int64_t value) {
   arch::st_weak(out, arch::match_any(~0u, value));
 }
+PROBE(reduce_or, uint32_t* out, uint32_t value) { arch::st_weak(out, arch::reduce_or(~0u, value)); }
+PROBE(reduce_max, int* out, int value) { arch::st_weak(out, arch::reduce_max(~0u, value)); }
 PROBE(bits, int* out, uint32_t value) {
   arch::st_weak(out, arch::popc(value) + arch::ffs(value) + arch::clz(value));
 }

@@ -48,6 +48,7 @@
 //            shfl_up(mask, T, int delta), shfl_down(mask, T, int delta)      (4 or 8 bytes)
 //   uint32_t ballot(uint32_t mask, bool);  bool any(mask, bool);  bool all(mask, bool)
 //   uint32_t match_any(uint32_t mask, T)                                      (4 or 8 bytes)
+//   uint32_t reduce_or(kFullMask, uint32_t);  int reduce_max(kFullMask, int)       (all 32 lanes)
 //   int      popc(uint32_t), ffs(uint32_t)      // ffs: 1-based, 0 for none;   int clz(uint32_t)
 //   bool     elect_one()                    // true in exactly one lane of a converged full warp
 //

@@ -50,8 +50,10 @@ struct PreparedExpertMap {
   DC_HOST_DEVICE int first_expert(int rank) const { return rank * base + min_of(rank, num_extra); }
   DC_HOST_DEVICE int num_local_experts(int rank) const { return base + (rank < num_extra ? 1 : 0); }
   DC_HOST_DEVICE int rank_of(int expert) const {
-    return expert < in_larger ? by_larger.quotient(expert)
-                              : num_extra + by_base.quotient(expert - in_larger);
+    // One quotient, of chosen numbers: branches would be more code, and a warp would take both.
+    const bool is_larger = expert < in_larger;
+    const Divisor by = is_larger ? by_larger : by_base;
+    return (is_larger ? 0 : num_extra) + by.quotient(is_larger ? expert : expert - in_larger);
   }
 };
 

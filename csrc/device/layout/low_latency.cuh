@@ -180,7 +180,7 @@ struct LowLatencySplit {
   static_assert(kMaxLowLatencyBlocks * kMaxLowLatencyBlocks < Divisor::kMaxNumerator);
   int num_tokens;
   int each;        // whole tokens of a block,
-  int num_more;    // and how many blocks have one more
+  int num_more;    // and how many blocks, the first of them, have one more
   int num_strips;  // of a token; 0: blocks have whole tokens
   Divisor by_strips;
 
@@ -210,9 +210,7 @@ struct LowLatencyShare {
   DC_HOST_DEVICE static LowLatencyShare of(const LowLatencyShape& shape,
                                            const LowLatencySplit& split, int block) {
     if (split.num_strips == 0) {
-      const auto first = [&](int of) {
-        return of * split.each + shape.by_blocks.quotient(of * split.num_more);
-      };
+      const auto first = [&](int of) { return of * split.each + min_of(of, split.num_more); };
       return {first(block), first(block + 1), 0, shape.hidden, true};
     }
     if (block >= split.num_tokens * split.num_strips) return {0, 0, 0, 0, false};

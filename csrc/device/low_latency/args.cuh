@@ -44,10 +44,10 @@ struct Phases {
 // How a dispatch sends its rows; depends on how much of them a block has. kStrips and kWhole are
 // only for callers that can_stage.
 enum class DispatchRows : int {
-  // At most one token a block:
+  // At most one token per block:
   kStrips,  // a quarter row at most: staged in shared memory, to all peers at once
   kHalves,  // less than a row: by threads' stores, all blocks to the same peers in one order
-  kWhole,   // a row: staged, the first peer's before the block counts, the others' after the routes
+  kWhole,   // a row: staged, the first peer's before the routes, the others' after them
   // Any number of tokens:
   kMany,  // by threads' stores, neighbouring blocks to different peers
 };

@@ -51,7 +51,7 @@ struct BlockMemory {
   uint32_t active;  // ranks, a bit each, that this block found not masked when it began
 
   DC_HOST_DEVICE static int num_recv_counts(const LowLatencyShape& shape, int num_ranks) {
-    return shape.num_experts + 2 * num_ranks;  // with as many columns for all ranks, or more
+    return shape.num_experts + 2 * num_ranks;  // at least R * (1 + ceil(E / R)), and no division
   }
   DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks,
                                          int num_warps) {
@@ -237,8 +237,8 @@ DC_DEVICE bool is_same_operation(const Context& context, int source, uint32_t an
   return false;
 }
 
-// What a dispatch says of a column: of all rows that this rank gets in the first, of those of expert
-// column - 1 in the others.
+// What a dispatch says of a column: of all rows that this rank gets in the first, of those of
+// expert column - 1 in the others.
 DC_DEVICE void write_received(const LowLatencyOutputs& out, int column, int32_t num_rows) {
   if (column > 0) {
     arch::st_weak(out.recv_count + column - 1, num_rows);
@@ -339,22 +339,6 @@ struct TaskNumbering {
     const int each = share.num_tokens();
     return {share, arch::lane_idx() * each, world.num_ranks * each, rotation};
   }
-  // num_tokens: lane p, of peer_at(p).
-  DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape,
-                                      int rotation, int num_tokens) {
-    const int position = arch::lane_idx();
-    const LowLatencySplit split =
-        LowLatencySplit::make(shape, position < world.num_ranks ? num_tokens : 0);
-    const LowLatencyShare share = LowLatencyShare::of(shape, split, arch::block_idx());
-    int end = share.num_tokens();
-    DC_UNROLL
-    for (int delta = 1; delta < kMaxRanks; delta *= 2) {
-      const int before = arch::shfl_up(kFullMask, end, delta);
-      if (position >= delta) end += before;
-    }
-    return {share, end - share.num_tokens(), arch::shfl(kFullMask, end, world.num_ranks - 1),
-            rotation};
-  }
   // One warp, for the block.
   DC_DEVICE void note(const World& world, const BlockMemory& memory, int vec_elements) const {
     BlockMemory::Header* header = memory.header;
@@ -383,6 +367,24 @@ struct TaskNumbering {
     return pack_task(peer_at(world, rotation, position), token);
   }
 };
+
+// One warp: the tasks by the sources' numbers of tokens, which are seldom different. num_tokens:
+// lane p, of peer_at(p).
+DC_DEVICE_COLD TaskNumbering number_tasks(const World& world, const LowLatencyShape& shape,
+                                          int rotation, int num_tokens) {
+  const int position = arch::lane_idx();
+  const LowLatencySplit split =
+      LowLatencySplit::make(shape, position < world.num_ranks ? num_tokens : 0);
+  const LowLatencyShare share = LowLatencyShare::of(shape, split, arch::block_idx());
+  int end = share.num_tokens();
+  DC_UNROLL
+  for (int delta = 1; delta < kMaxRanks; delta *= 2) {
+    const int before = arch::shfl_up(kFullMask, end, delta);
+    if (position >= delta) end += before;
+  }
+  return {share, end - share.num_tokens(), arch::shfl(kFullMask, end, world.num_ranks - 1),
+          rotation};
+}
 
 // One rounding: the sender whose part of the buffer holds a rank's rows. See gather_row.
 DC_DEVICE int gather_sender(bool can_shrink, int rank) {

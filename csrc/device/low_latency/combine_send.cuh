@@ -4,7 +4,7 @@
 //   1 forecast  TaskForecast: the warp's first task, if all ranks have as many tokens as this one
 //   2 load      CombineInputs: everything a block reads first, in one trip to memory
 //   3 weights   send_weights: as a source, the weights of its own tokens, to the expert ranks
-//   4 tasks     number_tasks: the block's tasks, by the sources' real numbers of tokens
+//   4 tasks     check_forecast: the block's tasks, by the sources' real numbers of tokens
 //   5 credit    await_credit (block.cuh): the sources have read the buffer
 //   6 rows      find_summands: the rows of x that belong to the token, and their weights
 //   7 send      send_sums: the rows weighted and added, one row back to the source; or
@@ -133,15 +133,14 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs&
 
 // One warp: numbers the tasks by the tokens that dispatch has received; a masked source has none.
 // Returns true if they are as forecast, and so is the warp's first task.
-DC_DEVICE bool number_tasks(const LowLatencyCombineArgs& args, const BlockMemory& memory,
-                            const CombineInputs& inputs, TaskNumbering* numbering) {
+DC_DEVICE bool check_forecast(const LowLatencyCombineArgs& args, const BlockMemory& memory,
+                              const CombineInputs& inputs, TaskNumbering* numbering) {
   const bool is_source = arch::lane_idx() < args.world.num_ranks;
   const bool has_tokens =
       is_source && is_active(memory, peer_at(args.world, memory.rotation, arch::lane_idx()));
   const int num_tokens = has_tokens ? inputs.num_tokens : 0;
   const bool is_forecast = arch::all(kFullMask, !is_source || num_tokens == args.split.num_tokens);
-  if (!is_forecast)
-    *numbering = TaskNumbering::make(args.world, args.shape, memory.rotation, num_tokens);
+  if (!is_forecast) *numbering = number_tasks(args.world, args.shape, memory.rotation, num_tokens);
   return is_forecast;
 }
 
@@ -172,9 +171,10 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
         weight = bit_cast<float>(k);  // the source applies the weight; this field carries k instead
       } else if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
         uint32_t bits = 0;
-        ok = await_tagged_alone(context, buffer.weights(args.world.rank, source, token) + k,
-                                {Stage::kWeights, Word::kWeight, source, arch::block_idx()}, &bits);
-        ok = ok || is_given_up(context, source);
+        const WaitFor wait{Stage::kWeights, Word::kWeight, source, arch::block_idx()};
+        const bool arrived = await_tagged_alone(
+            context, buffer.weights(args.world.rank, source, token) + k, wait, &bits);
+        ok = ok && (arrived || is_given_up(context, source));
         weight = bit_cast<float>(bits);
       }
       memory.rows[position] = raw.row;
@@ -349,14 +349,14 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
     send_weights(context, args, buffer, memory, inputs.share);
   TaskNumbering numbering = forecast.numbering;
-  const bool is_forecast = number_tasks(args, memory, inputs, &numbering);
+  const bool is_forecast = check_forecast(args, memory, inputs, &numbering);
   if (warp == 0) numbering.note(args.world, memory, Piece<PayloadFormat::kBfloat16>::kElements);
   const int num_tasks = numbering.num_tasks;
   bool ok = !has_credit_warp() ||
             await_credit(context, buffer, memory, launch, args.signature, args.split.num_tokens);
-  // Groups of a task per warp.
+  // Groups of a task per warp; the first may be empty.
   DC_NO_UNROLL
-  for (int first = 0; first < num_tasks; first += num_warps) {
+  for (int first = 0;; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
     if (warp < num_now) {
       int32_t task = forecast.task;
@@ -376,13 +376,11 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
     } else {
       send_sums<kLogFmt>(args, buffer, memory, num_now);
     }
-    if (kRows != CombineRows::kSelections && first + num_warps >= num_tasks) break;
+    const bool is_last = first + num_warps >= num_tasks;
+    if (is_last && kRows != CombineRows::kSelections) return true;
     arch::sync_block();  // rows and weights have been read
+    if (is_last) return true;
   }
-  if (num_tasks > 0) return true;
-  if (!block_agrees(ok)) return false;
-  number_records(context, buffer, args.phases, launch);
-  return true;
 }
 
 }  // namespace deep_comm

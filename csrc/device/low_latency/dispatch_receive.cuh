@@ -143,6 +143,27 @@ DC_DEVICE void forecast_tasks(const LowLatencyDispatchArgs& args, const LowLaten
   list_tasks(args.world, buffer, memory, 0);
 }
 
+// Whether all sources have as many tokens as this rank.
+DC_DEVICE bool is_forecast_right(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
+  const int source = arch::lane_idx();
+  return arch::all(kFullMask, source >= args.world.num_ranks ||
+                                  memory.header->num_tokens[source] == args.split.num_tokens);
+}
+
+// One warp: the tasks by what the sources have announced. The caller has a barrier of the block
+// after it.
+template <PayloadFormat kFormat>
+DC_DEVICE void renumber_tasks(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
+                              const BlockMemory& memory) {
+  const World& world = args.world;
+  const int position = min_of(arch::lane_idx(), world.num_ranks - 1);
+  const int num_tokens = memory.header->num_tokens[peer_at(world, memory.rotation, position)];
+  number_tasks(world, args.shape, memory.rotation, num_tokens)
+      .note(world, memory, Piece<kFormat>::kElements);
+  arch::sync_warp();
+  list_tasks(world, buffer, memory, 0);
+}
+
 // Watches the route of a forecast task, and the announcement of its source. If the source announces
 // something other than the forecast, no route need arrive.
 struct ForecastRouteWatch {
@@ -218,8 +239,49 @@ struct GroupLooks {
   }
 };
 
-// After a barrier that follows forecast_tasks. kRoutesEarly: routes are awaited at the same time as
-// announcements and counts, by threads that have issued no stores of rows before.
+// The one block that writes the outputs that follow from the counts.
+DC_DEVICE bool is_writing_block() { return arch::block_idx() == 0; }
+
+// The block, when it has looked at what num_now forecast tasks need: awaits what the sources say
+// about their tokens. kRoutesEarly: the routes of the tasks at the same time, by threads that have
+// issued no stores of rows before. Ends with a barrier of the block.
+template <PayloadFormat kFormat, bool kRoutesEarly>
+DC_DEVICE bool await_sources(const Context& context, const LowLatencyDispatchArgs& args,
+                             const LowLatencyBuffer& buffer, const BlockMemory& memory,
+                             GroupLooks<kFormat>& looks, uint32_t sources, int num_now) {
+  const int num_ranks = args.world.num_ranks, num_warps = arch::num_warps();
+  const int num_local = args.experts.num_local_experts(args.world.rank);
+  // What the participants announced has come, even if this block does not see it yet: it gives none
+  // of them up now.
+  Context sure = context;
+  sure.can_shrink = sure.can_shrink && arch::fault(Fault::kSkipAgreement);
+  bool ok = true;
+  // Routes belong to the first warps, counts to the last ones.
+  if (arch::warp_idx() == (kRoutesEarly ? num_warps / 3 : 0)) {
+    int64_t* wait_stats =
+        context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has measured
+    ok = await_announcements(sure, buffer, memory, sources, args.signature, wait_stats);
+    // Not after a failure: the host then waits for the error record.
+    const bool has_failed = arch::any(kFullMask, !ok);
+    // The numbers of tokens.
+    arch::sync_warp();
+    if (is_writing_block() && !has_failed)
+      report_num_tokens(args, memory.header->num_tokens, num_ranks);
+  }
+  // Compact rows need only the counts of tokens. The counts of experts are for the block that
+  // writes them.
+  const int num_columns = args.out.is_compact && !is_writing_block() ? 1 : 1 + num_local;
+  ok = await_counts(sure, args, buffer, memory, sources, num_local, num_columns) && ok;
+  if constexpr (kRoutesEarly) ok = looks.await_route(context, args, buffer, memory, num_now) && ok;
+  if (!block_agrees(ok)) return false;
+  note_in_block(context, TraceStep::kEntered);
+  if (is_writing_block()) {
+    write_unused_rows(args.out, args.shape, num_ranks, first_row(memory, num_local, num_ranks, 0));
+  }
+  return true;
+}
+
+// After a barrier that follows forecast_tasks.
 template <PayloadFormat kFormat, bool kRoutesEarly>
 DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatchArgs& args,
                                 const LowLatencyBuffer& buffer, const BlockMemory& memory) {
@@ -228,80 +290,48 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   const int num_local = args.experts.num_local_experts(world.rank);
   const ScaleOutputs<kFormat> outputs =
       ScaleOutputs<kFormat>::of(args.shape, args.out, world.num_ranks * args.shape.num_max_tokens);
-  // Compact rows need only the counts of tokens. The counts of experts are for the one block that
-  // writes them.
-  const bool is_writing = arch::block_idx() == 0;
-  const int num_columns = args.out.is_compact && !is_writing ? 1 : 1 + num_local;
   uint32_t sources = memory.active;
-  // What the participants announced has come, even if this block does not see it yet: it gives none
-  // of them up now.
-  Context sure = context;
-  sure.can_shrink = sure.can_shrink && arch::fault(Fault::kSkipAgreement);
   if (context.can_shrink) {
     uint32_t participants = 0;
     if (!agree_on_sources(context, args, buffer, memory, num_local, &participants)) return;
     sources = participants;
   }
   GroupLooks<kFormat> looks;
-  const int num_forecast = min_of(num_warps, memory.header->first_task[world.num_ranks]);
-  looks.look(args, buffer, memory, outputs, num_forecast);
+  bool knows_tasks = false;  // else they are a forecast
   bool ok = true;
-  // Routes belong to the first warps, counts to the last ones.
-  if (warp == (kRoutesEarly ? num_warps / 3 : 0)) {
-    int64_t* wait_stats =
-        context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has measured
-    ok = await_announcements(sure, buffer, memory, sources, args.signature, wait_stats);
-    // Not after a failure: the host then waits for the error record.
-    const bool has_failed = arch::any(kFullMask, !ok);
-    // The numbers of tokens.
-    arch::sync_warp();
-    if (is_writing && !has_failed) {
-      report_num_tokens(args, memory.header->num_tokens, world.num_ranks);
-    }
-  }
-  ok = await_counts(sure, args, buffer, memory, sources, num_local, num_columns) && ok;
-  if constexpr (kRoutesEarly)
-    ok = looks.await_route(context, args, buffer, memory, num_forecast) && ok;
-  if (!block_agrees(ok)) return;
-  note_in_block(context, TraceStep::kEntered);
-  if (is_writing) {
-    write_unused_rows(args.out, args.shape, world.num_ranks,
-                      first_row(memory, num_local, world.num_ranks, 0));
-  }
-  const bool is_source = arch::lane_idx() < world.num_ranks;
-  const int num_tokens =
-      is_source ? memory.header->num_tokens[arch::lane_idx()] : args.split.num_tokens;
-  bool has_looked = arch::all(kFullMask, num_tokens == args.split.num_tokens);
-  if (!has_looked) {
-    // Since the barrier above nobody uses the forecast.
-    if (warp == 0) {
-      const int source = is_source ? peer_at(world, memory.rotation, arch::lane_idx()) : 0;
-      TaskNumbering::make(world, args.shape, memory.rotation, memory.header->num_tokens[source])
-          .note(world, memory, Piece<kFormat>::kElements);
-      arch::sync_warp();
-      list_tasks(world, buffer, memory, 0);
-    }
-    arch::sync_block();
-  }
-  const int num_tasks = memory.header->first_task[world.num_ranks];
-  if (has_looked) looks.look_again(args.shape.num_scales > 0);
+  // Groups of a task per warp. The wait for the sources is in the loop so that the code of a look
+  // is there once: a launch fetches its code anew.
   DC_NO_UNROLL
-  for (int first = 0; first < num_tasks; first += num_warps) {
-    const int num_now = min_of(num_warps, num_tasks - first);
-    if (!has_looked) looks.look(args, buffer, memory, outputs, num_now);
-    has_looked = false;
+  for (int first = 0;;) {
+    const int num_now = min_of(num_warps, memory.header->first_task[world.num_ranks] - first);
+    looks.look(args, buffer, memory, outputs, num_now);
+    if (!knows_tasks) {
+      if (!await_sources<kFormat, kRoutesEarly>(context, args, buffer, memory, looks, sources,
+                                                num_now)) {
+        return;
+      }
+      knows_tasks = true;
+      if (!is_forecast_right(args, memory)) {
+        // Since the barrier above nobody uses the forecast.
+        if (warp == 0) renumber_tasks<kFormat>(args, buffer, memory);
+        arch::sync_block();
+        continue;
+      }
+      looks.look_again(args.shape.num_scales > 0);
+    }
     if (warp < num_now)
       ok = find_output_rows(context, args, memory, looks.routes, looks.route, num_local);
     if (!block_agrees(ok)) return;
     if (args.shape.num_scales > 0)
       ok = expand_scales<kFormat>(context, args, buffer, memory, outputs, looks.scales, num_now);
     ok = ok && expand_rows<kFormat>(context, args, buffer, memory, looks.rows, num_now);
-    if (first + num_warps >= num_tasks) break;
+    first += num_warps;
+    if (first >= memory.header->first_task[world.num_ranks]) break;
     if (!block_agrees(ok)) return;  // all threads have read the output rows
-    if (warp == 0) list_tasks(world, buffer, memory, first + num_warps);
+    if (warp == 0) list_tasks(world, buffer, memory, first);
     arch::sync_block();
   }
-  if (is_writing && ok) write_counts(args, memory, num_local);
+  if (is_writing_block() && ok) write_counts(args, memory, num_local);
   if (ok) note_in_warp(context, TraceStep::kReceived);
 }
 

@@ -1,6 +1,6 @@
-// The barrier over all ranks at the entry of a kernel. After it, every rank has finished its
-// earlier kernels, so their rings and words are free. It also checks that all ranks run the same
-// operation.
+// The barrier over all ranks at the entry of a kernel. After it, no rank uses the rings and words
+// of earlier kernels any more: those have ended, or await the end of what still uses them. It also
+// checks that all ranks run the same operation.
 #pragma once
 
 #include "device/sync/await.cuh"
@@ -52,7 +52,7 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature,
                                 uint64_t* const (&words)[kNumWords],
                                 const uint32_t (&values)[kNumWords]) {
   // With the stores below, a release; pairs with: the acquire of EntryWatch at every peer — this
-  // rank has left its earlier kernels
+  // rank no longer uses what earlier kernels use
   // order-proof: a simulated launch begins with such a release. PTX has none there.
   arch::fence_acq_rel_sys();
   DC_UNROLL

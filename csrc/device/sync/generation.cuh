@@ -6,8 +6,8 @@
 
 namespace deep_comm {
 
-// The generation of the running kernel. All its blocks read the same number: the last block to
-// leave advances it.
+// The generation of the running kernel. All its blocks read the same number: it advances when all
+// of them have read it. A notify that a dispatch follows advances it before it ends.
 DC_DEVICE uint32_t current_generation(const World& world) {
   return next_generation(arch::ld_relaxed_gpu(&world.state()->generation));
 }

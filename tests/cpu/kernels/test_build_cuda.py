@@ -98,6 +98,8 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["all"] = ["vote.sync.all.pred"]
     expected["match_any_4"] = ["match.any.sync.b32"]
     expected["match_any_8"] = ["match.any.sync.b64"]
+    expected["reduce_or"] = ["redux.sync.or.b32"]
+    expected["reduce_max"] = ["redux.sync.max.s32"]
     expected["elect_one"] = ["elect.sync"]
 
     expected["sync_block"] = ["bar.sync"]
