@@ -177,7 +177,6 @@ struct LowLatencyRegion {
 // token, by groups of columns: whole scales, whole packs of scales. The host makes it for a rank's
 // own tokens; ranks usually have as many as each other.
 struct LowLatencySplit {
-  static_assert(kMaxLowLatencyBlocks * kMaxLowLatencyBlocks < Divisor::kMaxNumerator);
   int num_tokens;
   int each;        // whole tokens of a block,
   int num_more;    // and how many blocks, the first of them, have one more

@@ -1,5 +1,6 @@
-// How dispatch sends rows: staged in shared memory and copied in bulk, or by stores of threads.
-// Each sends the first peer's part first, before the routes, to give its link work (DispatchRows).
+// How dispatch sends rows: staged in shared memory and copied in bulk, or by stores of threads
+// (DispatchRows). Before the routes go strips of rows, or else a first part to one peer, which gives
+// its link work.
 #pragma once
 
 #include "device/low_latency/block.cuh"
