@@ -7,7 +7,7 @@
 namespace deep_comm {
 
 // Shared memory of a block that is not stages: the entries of dispatch and combine.
-inline constexpr int kReservedSmemBytes = 4608;
+inline constexpr int kReservedSmemBytes = 4736;
 // The mbarriers of both modes of dispatch.
 inline constexpr int kMaxBarrierBytes =
     2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);

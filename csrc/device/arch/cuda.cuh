@@ -5,7 +5,8 @@
 // guards them, or turns them into `.nc` loads. Only `ld_nc` has no clobber.
 //
 // Address spaces: words of gpu and sys scope, and payload, are in global memory. The `_cta` forms
-// take generic addresses, since a block also waits on words in its shared memory.
+// take generic addresses, since a block also waits on words in its shared memory. Only the relaxed
+// addition is for a block's counters there.
 //
 // Needs sm_80. What sm_80 and sm_90 have different instructions for is in cuda_sm80.cuh and
 // cuda_sm90.cuh.
@@ -163,20 +164,21 @@ DC_DEFINE_STORE(st_release_cta, "st.release.cta")
 DC_DEFINE_STORE(st_release_gpu, "st.release.gpu.global")
 DC_DEFINE_STORE(st_release_sys, "st.release.sys.global")
 
-#define DC_DEFINE_ATOMIC_ADD(NAME, OP)                                                         \
-  template <class T>                                                                           \
-  DC_DEVICE T NAME(T* ptr, detail::Same<T> value) {                                            \
-    static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, uint32_t> ||                 \
-                  std::is_same_v<T, uint64_t>);                                                \
-    T old;                                                                                     \
-    if constexpr (std::is_same_v<T, int32_t>) {                                                \
-      asm volatile(OP ".add.s32 %0, [%1], %2;" : "=r"(old) : "l"(ptr), "r"(value) : "memory"); \
-    } else if constexpr (std::is_same_v<T, uint32_t>) {                                        \
-      asm volatile(OP ".add.u32 %0, [%1], %2;" : "=r"(old) : "l"(ptr), "r"(value) : "memory"); \
-    } else {                                                                                   \
-      asm volatile(OP ".add.u64 %0, [%1], %2;" : "=l"(old) : "l"(ptr), "l"(value) : "memory"); \
-    }                                                                                          \
-    return old;                                                                                \
+// SPACE, AT: the address as the instruction takes it.
+#define DC_DEFINE_ATOMIC_ADD(NAME, OP, SPACE, AT)                                               \
+  template <class T>                                                                            \
+  DC_DEVICE T NAME(T* ptr, detail::Same<T> value) {                                             \
+    static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, uint32_t> ||                  \
+                  std::is_same_v<T, uint64_t>);                                                 \
+    T old;                                                                                      \
+    if constexpr (std::is_same_v<T, int32_t>) {                                                 \
+      asm volatile(OP ".add.s32 %0, [%1], %2;" : "=r"(old) : SPACE(AT), "r"(value) : "memory"); \
+    } else if constexpr (std::is_same_v<T, uint32_t>) {                                         \
+      asm volatile(OP ".add.u32 %0, [%1], %2;" : "=r"(old) : SPACE(AT), "r"(value) : "memory"); \
+    } else {                                                                                    \
+      asm volatile(OP ".add.u64 %0, [%1], %2;" : "=l"(old) : SPACE(AT), "l"(value) : "memory"); \
+    }                                                                                           \
+    return old;                                                                                 \
   }
 #define DC_DEFINE_ATOMIC_CAS(NAME, OP)                                          \
   template <class T>                                                            \
@@ -197,12 +199,13 @@ DC_DEFINE_STORE(st_release_sys, "st.release.sys.global")
     return old;                                                                 \
   }
 
-DC_DEFINE_ATOMIC_ADD(atomic_add_relaxed_cta, "atom.relaxed.cta")
-DC_DEFINE_ATOMIC_ADD(atomic_add_relaxed_gpu, "atom.relaxed.gpu.global")
-DC_DEFINE_ATOMIC_ADD(atomic_add_relaxed_sys, "atom.relaxed.sys.global")
-DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_cta, "atom.acq_rel.cta")
-DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_gpu, "atom.acq_rel.gpu.global")
-DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_sys, "atom.acq_rel.sys.global")
+DC_DEFINE_ATOMIC_ADD(atomic_add_relaxed_cta, "atom.relaxed.cta.shared", "r",
+                     detail::smem_address(ptr))
+DC_DEFINE_ATOMIC_ADD(atomic_add_relaxed_gpu, "atom.relaxed.gpu.global", "l", ptr)
+DC_DEFINE_ATOMIC_ADD(atomic_add_relaxed_sys, "atom.relaxed.sys.global", "l", ptr)
+DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_cta, "atom.acq_rel.cta", "l", ptr)
+DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_gpu, "atom.acq_rel.gpu.global", "l", ptr)
+DC_DEFINE_ATOMIC_ADD(atomic_add_acq_rel_sys, "atom.acq_rel.sys.global", "l", ptr)
 DC_DEFINE_ATOMIC_CAS(atomic_cas_relaxed_cta, "atom.relaxed.cta")
 DC_DEFINE_ATOMIC_CAS(atomic_cas_relaxed_gpu, "atom.relaxed.gpu.global")
 

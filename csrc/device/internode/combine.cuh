@@ -83,9 +83,7 @@ DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeCombi
   arch::Mbarrier* barriers =
       reinterpret_cast<arch::Mbarrier*>(arch::dynamic_smem() + args.barriers_offset);
   StagePipe pipe(arch::dynamic_smem() + args.stages_offset + sender * args.stage.warp_bytes(),
-                 barriers + sender * args.stage.num_stages, args.stage.stage_bytes,
-                 args.stage.num_stages);
-  pipe.init();
+                 barriers + sender * args.stage.num_stages, args.stage);
   RowSender<Chunks> rows(contexts, args, entry, pipe, sender);
   rows.begin();
   arch::sync_block_apart();

@@ -21,11 +21,8 @@ DC_DEVICE StagePipe make_tier_pipe(const InternodeDispatchArgs& args, const Stag
                                    size_t stages_offset, int first_barrier, int index) {
   uint8_t* smem = arch::dynamic_smem();
   arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + args.barriers_offset);
-  StagePipe pipe(smem + stages_offset + index * stage.warp_bytes(),
-                 barriers + first_barrier + index * stage.num_stages, stage.stage_bytes,
-                 stage.num_stages);
-  pipe.init();
-  return pipe;
+  return {smem + stages_offset + index * stage.warp_bytes(),
+          barriers + first_barrier + index * stage.num_stages, stage};
 }
 
 DC_DEVICE const int32_t* slots_of(const InternodeDispatchArgs& args, int64_t token) {

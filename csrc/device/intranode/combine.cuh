@@ -40,9 +40,9 @@ DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
   ChunkSender sender(context, args, entry, pipe);
   if (args.staging_line != 0) sender.begin();
   arch::sync_block_apart();
-  if (entry->mode == CombineMode::kStaged) return sender.run();
+  if (entry->start.mode == CombineMode::kStaged) return sender.run();
   sender.give_up();
-  if (entry->mode == CombineMode::kRings && has_channel(args)) {
+  if (entry->start.mode == CombineMode::kRings && has_channel(args)) {
     send_by_rings(context, args, entry, pipe);
   }
 }
@@ -51,7 +51,7 @@ DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
 DC_DEVICE void enter_and_send_sums(const Context& context, const CombineArgs& args,
                                    CombineEntry* entry) {
   arch::sync_block_apart();
-  if (entry->mode != CombineMode::kRings || !has_channel(args)) return;
+  if (entry->start.mode != CombineMode::kRings || !has_channel(args)) return;
   arch::await_earlier_launch();
   StagePipe pipe = make_pipe(args.stage, args.barriers_offset);
   send_by_rings(context, args, entry, pipe);
@@ -74,18 +74,17 @@ DC_DEVICE void combine(const CombineArgs& args) {
     note_in_warp(context, TraceStep::kSent);
   } else {
     if (arch::warp_idx() == args.num_senders) {
-      const CombineMode mode = enter_combine(context, args, entry->staging_lines);
-      if (arch::lane_idx() == 0) entry->mode = mode;
+      enter_combine(context, args, &entry->start);
     }
     arch::sync_block_apart();
     if (arch::warp_idx() == args.num_senders) {
-      note_in_warp(context, TraceStep::kEntered, static_cast<uint32_t>(entry->mode));
+      note_in_warp(context, TraceStep::kEntered, static_cast<uint32_t>(entry->start.mode));
       retire_early(context);
     }
-    if (entry->mode == CombineMode::kStaged) {
+    if (entry->start.mode == CombineMode::kStaged) {
       receive_staged<kDtype, kIsExpanded>(context, args, entry);
     }
-    if (entry->mode == CombineMode::kRings && has_channel(args)) {
+    if (entry->start.mode == CombineMode::kRings && has_channel(args)) {
       if constexpr (kIsExpanded) arch::await_earlier_launch();
       receive_by_rings<kDtype>(context, args, entry);
     }

@@ -7,6 +7,7 @@
 
 #include "device/channel/landed.cuh"
 #include "device/intranode/args.cuh"
+#include "device/layout/divisor.cuh"
 
 namespace deep_comm {
 
@@ -25,60 +26,24 @@ DC_DEVICE int64_t first_row_of(const CombineArgs& args, int src) {
                                 args.world.rank);
 }
 
-// One rank's rows to or from another, in chunks.
+// One rank's rows to or from another, in chunks of 1 << shift.
 struct ChunkedRows {
   int num_rows;
-  int chunk_rows;
+  int shift;
 
   // Small chunks let a token be added sooner. But many chunks of one row slow the senders down
   // (docs/design/0041).
   DC_DEVICE static ChunkedRows of(const CombineArgs& args, int num_rows) {
-    const bool are_many = num_rows * (args.world.num_ranks - 1) > args.most_single_rows;
-    return {num_rows, max_of(are_many ? 2 : 1, ceil_div(num_rows, kMaxChunks))};
+    int shift = num_rows * (args.world.num_ranks - 1) > args.most_single_rows ? 1 : 0;
+    while ((num_rows - 1) >> shift >= kMaxChunks) ++shift;
+    return {num_rows, shift};
   }
-  DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
+  DC_DEVICE int chunk_rows() const { return 1 << shift; }
+  DC_DEVICE int num_chunks() const { return (num_rows + chunk_rows() - 1) >> shift; }
 };
-
-// Chunks of all peers in rotation, so that every rank receives from all others at the same pace.
-// Lane r holds those of rank r. kHasOwn: and of this rank itself.
-template <bool kHasOwn>
-class ChunkRotation {
- public:
-  static constexpr int kEnd = -1, kNone = -2;
-
-  DC_DEVICE explicit ChunkRotation(const CombineArgs& args)
-      : num_ranks_(args.world.num_ranks), rank_(args.world.rank) {
-    const int lane = arch::lane_idx();
-    if (lane < num_ranks_ && (kHasOwn || lane != rank_)) {
-      num_chunks_ = ChunkedRows::of(args, num_rows_between(args, lane, rank_)).num_chunks();
-    }
-    for (int peer = 0; peer < num_ranks_; ++peer) {
-      most_chunks_ = max_of(most_chunks_, arch::shfl(kFullMask, num_chunks_, peer));
-    }
-  }
-  // The rotation advances with each round. Otherwise all ranks would begin a round with the same
-  // peer.
-  DC_DEVICE int at(uint32_t number) const {
-    const uint32_t num_peers = num_ranks_ - !kHasOwn;
-    if (num_peers == 0) return kEnd;
-    const uint32_t chunk = number / num_peers;
-    if (chunk >= most_chunks_) return kEnd;
-    int peer = rank_ + 1 + (number + chunk) % num_peers;
-    if (peer >= num_ranks_) peer -= num_ranks_;
-    const bool is_one = chunk < arch::shfl(kFullMask, num_chunks_, peer);
-    return is_one ? peer * kMaxChunks + static_cast<int>(chunk) : kNone;
-  }
-
- private:
-  int num_ranks_;
-  int rank_;
-  uint32_t num_chunks_ = 0;   // of this lane's rank
-  uint32_t most_chunks_ = 0;  // of any peer
-};
-using RotatingChunks = ChunkRotation<false>;
 
 struct Chunk {
-  int item;   // peer and number: ChunkRotation::at
+  int item;   // peer and number: ReturnedChunks::at
   int first;  // row, among those that return to the peer
   int num_rows;
   int64_t x_row;
@@ -87,35 +52,62 @@ struct Chunk {
   DC_DEVICE int number() const { return item % kMaxChunks; }
 };
 
-// The rows of the chunks. Whole warps; lane r holds those of rank r.
-class ReturnedRows {
+// The rows that return from this rank, in chunks. Those of all peers in rotation, so that every rank
+// receives from all others at the same pace. kHasOwn: and of this rank itself. Whole warps call the
+// methods; lane r holds the rows of rank r.
+template <bool kHasOwn>
+class ReturnedChunks {
  public:
-  DC_DEVICE explicit ReturnedRows(const CombineArgs& args) {
-    const int peer = min_of(arch::lane_idx(), args.world.num_ranks - 1);
-    rows_ = ChunkedRows::of(args, num_rows_between(args, peer, args.world.rank));
-    first_row_ = static_cast<int>(first_row_of(args, peer));
+  static constexpr int kEnd = -1, kNone = -2;
+
+  DC_DEVICE explicit ReturnedChunks(const CombineArgs& args)
+      : num_ranks_(args.world.num_ranks),
+        rank_(args.world.rank),
+        num_peers_(num_ranks_ - !kHasOwn),
+        by_peers_(Divisor::make(max_of(num_peers_, 1))) {
+    const int lane = arch::lane_idx();
+    if (lane < num_ranks_) {
+      first_row_ = static_cast<int>(first_row_of(args, lane));
+      rows_ = ChunkedRows::of(args, num_rows_between(args, lane, rank_));
+      if (kHasOwn || lane != rank_) num_chunks_ = rows_.num_chunks();
+    }
+    most_chunks_ = arch::reduce_max(kFullMask, num_chunks_);
+  }
+
+  // The number-th item, or kNone. The rotation advances with each round. Otherwise all ranks would
+  // begin a round with the same peer.
+  DC_DEVICE int at(uint32_t number) const {
+    // The first numbers of all warps, and no more than one behind the last chunk for each of them.
+    static_assert(kMaxRanks * kMaxChunks < Divisor::kMaxNumerator / 2);
+    const int chunk = by_peers_.quotient(static_cast<int>(number));
+    if (chunk >= most_chunks_) return kEnd;
+    const int turn = static_cast<int>(number) - chunk * num_peers_;
+    const int step = turn + chunk - by_peers_.quotient(turn + chunk) * num_peers_;
+    int peer = rank_ + 1 + step;
+    if (peer >= num_ranks_) peer -= num_ranks_;
+    return chunk < arch::shfl(kFullMask, num_chunks_, peer) ? peer * kMaxChunks + chunk : kNone;
   }
   // Without rows, if `item` is none.
   DC_DEVICE Chunk chunk(int item) const {
     if (item < 0) return {-1, 0, 0, 0};
     const int peer = item / kMaxChunks, number = item % kMaxChunks;
     const int num_rows = arch::shfl(kFullMask, rows_.num_rows, peer);
-    const int chunk_rows = arch::shfl(kFullMask, rows_.chunk_rows, peer);
-    const int first = number * chunk_rows;
-    return {item, first, min_of(chunk_rows, num_rows - first),
+    const int shift = arch::shfl(kFullMask, rows_.shift, peer);
+    const int first = number << shift;
+    return {item, first, min_of(1 << shift, num_rows - first),
             static_cast<int64_t>(arch::shfl(kFullMask, first_row_, peer)) + first};
   }
-  DC_DEVICE int most_chunk_rows() const {
-    int most = 0;
-    for (int peer = 0; peer < kMaxRanks; ++peer) {
-      most = max_of(most, arch::shfl(kFullMask, rows_.chunk_rows, peer));
-    }
-    return most;
-  }
+  DC_DEVICE int most_chunk_rows() const { return 1 << arch::reduce_max(kFullMask, rows_.shift); }
 
  private:
-  ChunkedRows rows_;
-  int first_row_;
+  int num_ranks_;
+  int rank_;
+  int num_peers_;
+  Divisor by_peers_;
+  ChunkedRows rows_{};   // of this lane's rank
+  int first_row_ = 0;    // of x
+  int num_chunks_ = 0;   // that count for the rotation
+  int most_chunks_ = 0;  // of any peer
 };
 
 }  // namespace deep_comm

@@ -26,17 +26,16 @@ struct TokenWindow {
     int16_t own_position;  // of this rank's row among the latter, or -1
   };
   Slot slots[kMaxSlots];
-  uint8_t ready[kNumReady];  // the slot of the i-th token whose rows have all arrived
-  int first_staged[kMaxRanks];
-  int chunk_rows[kMaxRanks];
+  uint8_t ready[kNumReady];              // the slot of the i-th token whose rows have all arrived
+  const uint8_t* first_rows[kMaxRanks];  // where each rank's rows begin: staged, this rank's in x
+  int chunk_shift[kMaxRanks];
 };
 
 struct CombineEntry {
   static constexpr int kMaxReduceWarps = 32;
   static constexpr int kMaxRows = kMaxRanks + 2;  // of one token: the biases, then one per rank
 
-  CombineMode mode;
-  uint32_t staging_lines[kMaxRanks];  // staged mode: where every rank's staging begins
+  CombineStart start;
   // Ring mode: [peer] rows sent to it, [R + peer] rows read from its ring. Staged mode: [sender]
   // chunks that have landed.
   Progress progress;

@@ -31,28 +31,23 @@ class ChunkSender {
         entry_(entry),
         pipe_(pipe),
         pieces_(Pieces::of(args.message.row_bytes, args.stage)),
-        chunks_(RotatingChunks(args), taken_work(context)->num_chunks,
-                arch::warp_idx() * arch::num_blocks() + arch::block_idx(), args.num_staged_senders),
-        rows_(args) {}
+        chunks_(ReturnedChunks<false>(args), taken_work(context)->num_chunks,
+                arch::warp_idx() * arch::num_blocks() + arch::block_idx(),
+                args.num_staged_senders) {}
 
   DC_DEVICE void begin() {
-    load_.chunk = chunk_at(0);
+    take_chunk();
     if (load_.chunk.num_rows > 0) weights_.load(args_, row_of_x(load_.chunk, 0));
     while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
-    const int peer = min_of(arch::lane_idx(), args_.world.num_ranks - 1);
-    first_staged_row_ = num_staged_rows(args_, peer, args_.world.rank);
   }
 
   DC_DEVICE void run() {
     const int lane = arch::lane_idx(), warp = arch::warp_idx();
-    const int peer = min_of(lane, args_.world.num_ranks - 1);
-    const uint64_t my_base = reinterpret_cast<uint64_t>(
-        staging_slot(args_, peer, entry_->staging_lines[peer], first_staged_row_));
     uint32_t num_chunks = 0;
-    for (Chunk chunk = chunk_at(0); chunk.num_rows > 0; chunk = chunk_at(num_chunks)) {
+    for (Chunk chunk = taken_chunk(0); chunk.num_rows > 0; chunk = taken_chunk(num_chunks)) {
       if (!post(num_chunks, chunk.item)) break;
-      uint8_t* base = reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, my_base, chunk.peer()));
-      base += static_cast<size_t>(chunk.first) * args_.message.slot_bytes();
+      uint8_t* base = entry_->start.places[chunk.peer()] +
+                      static_cast<size_t>(chunk.first) * args_.message.slot_bytes();
       for (int row = 0; row < chunk.num_rows; ++row) {
         store_row(chunk, num_chunks, row,
                   base + static_cast<size_t>(row) * args_.message.slot_bytes());
@@ -82,8 +77,14 @@ class ChunkSender {
     int piece = 0;
   };
 
-  // The index-th chunk of this warp; without rows after the last.
-  DC_DEVICE Chunk chunk_at(uint32_t index) { return rows_.chunk(chunks_.at(index)); }
+  // The index-th chunk of this warp, without rows after the last; no later one than is loaded next.
+  DC_DEVICE Chunk taken_chunk(uint32_t index) const {
+    return chunks_.items().chunk(chunks_.taken(index));
+  }
+  DC_DEVICE void take_chunk() {
+    chunks_.at(load_.index);
+    load_.chunk = taken_chunk(load_.index);
+  }
 
   // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row will
   // do.
@@ -96,7 +97,8 @@ class ChunkSender {
     // (work_queue.cuh).
     if (load_.row == load_.chunk.num_rows && load_.row != 0) {
       load_.row = 0;
-      load_.chunk = chunk_at(++load_.index);
+      ++load_.index;
+      take_chunk();
     }
     if (load_.chunk.num_rows == 0) return;
     const int64_t row = row_of_x(load_.chunk, load_.row);
@@ -124,7 +126,7 @@ class ChunkSender {
         arch::fence_proxy_async_shared();
         arch::sync_warp();
         weights_.load(args_, row + 1 < chunk.num_rows ? row_of_x(chunk, row + 1)
-                                                      : row_of_x(chunk_at(index + 1), 0));
+                                                      : row_of_x(taken_chunk(index + 1), 0));
         num_bytes += meta_bytes;
       }
       if (arch::lane_idx() == 0) {
@@ -162,7 +164,7 @@ class ChunkSender {
     // With the stores below, a release; pairs with: TokenWatch::look — the chunks' rows
     if (arch::lane_idx() == 0) arch::fence_acq_rel_sys();
     for (uint32_t index = num_landed_; index < num_chunks; ++index) {
-      const int item = chunks_.at(index);
+      const int item = chunks_.taken(index);
       if (arch::lane_idx() != 0) continue;
       arch::st_relaxed_sys(
           landed_word(args_.world, item / kMaxChunks, args_.world.rank, item % kMaxChunks),
@@ -192,9 +194,7 @@ class ChunkSender {
   CombineEntry* entry_;
   StagePipe& pipe_;
   Pieces pieces_;
-  AskedQueue<RotatingChunks> chunks_;
-  ReturnedRows rows_;
-  int first_staged_row_ = 0;  // that returns to this lane's rank, in the staging there
+  AskedQueue<ReturnedChunks<false>> chunks_;
   LoadCursor load_;
   // Of the row that is stored next: begin loads the first row's, store_row the next row's. After
   // the last row they are of some row, and nobody writes them.

@@ -25,13 +25,23 @@ struct LandedChunks {
   }
 };
 
-// Rows that return to `owner` from the peers before `end`.
-DC_DEVICE int num_staged_rows(const CombineArgs& args, int owner, int end) {
-  int num_rows = 0;
-  for (int peer = 0; peer < end; ++peer) {
-    if (peer != owner) num_rows += num_rows_between(args, owner, peer);
+// What a block knows once all ranks have entered; in shared memory.
+struct CombineStart {
+  CombineMode mode;
+  int32_t sent[kMaxRanks * kMaxRanks];  // [R, R] rank_prefix_matrix
+  uint8_t* places[kMaxRanks];  // staged mode: where the rows that return to each rank begin there
+
+  // Rows that rank `from` of num_ranks sent to rank `to`.
+  DC_DEVICE int num_rows(int num_ranks, int from, int to) const {
+    const int32_t* row = sent + from * num_ranks + to;
+    return row[0] - (from == 0 ? 0 : row[-num_ranks]);
   }
-  return num_rows;
+};
+
+// The slot of row `row` in the staging that begins at `line` of owner's segment.
+DC_DEVICE uint8_t* staging_slot(const CombineArgs& args, int owner, uint32_t line, int row) {
+  return args.world.bases[owner] + static_cast<size_t>(line) * kLineBytes +
+         static_cast<size_t>(row) * args.message.slot_bytes();
 }
 
 // Block 0: announces to every peer that this rank has entered, and where its staging lies.
@@ -48,15 +58,22 @@ DC_DEVICE void announce_staging(const Context& context, const CombineArgs& args)
 
 // One warp of every block: waits for all ranks. The block barrier after it hands each lane's acquire
 // to all warps. The mode is the same in every block of every rank, unless one has failed.
-// staging_lines: in shared memory, [p] where rank p's staging begins.
-DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& args,
-                                    uint32_t* staging_lines) {
+DC_DEVICE void enter_combine(const Context& context, const CombineArgs& args, CombineStart* start) {
   const World& world = args.world;
-  const int peer = arch::lane_idx();
+  const int num_ranks = world.num_ranks, peer = arch::lane_idx();
+  // Loaded before the peers are awaited, which hides the trip to memory.
+  for (int idx = peer; idx < num_ranks * num_ranks; idx += kWarpSize) {
+    start->sent[idx] = arch::ld_nc(args.rank_prefix_matrix + idx);
+  }
+  arch::sync_warp();
   bool ok = true, has_room = true;
-  if (peer < world.num_ranks) {
-    // Loaded before the peers are awaited, which hides the trips to memory.
-    const uint32_t num_rows = num_staged_rows(args, peer, world.num_ranks);
+  if (peer < num_ranks) {
+    uint32_t num_rows = 0, num_before = 0;  // that return to `peer`; of ranks before this one
+    DC_NO_UNROLL
+    for (int from = 0; from < num_ranks; ++from) {
+      if (from == world.rank) num_before = num_rows;
+      if (from != peer) num_rows += start->num_rows(num_ranks, peer, from);
+    }
     const ArrivedLine* line = world.arrived_line(world.rank, peer);
     const int parity = context.generation & 1u;
     EntryWatch<2> watch{&line->arrived,
@@ -67,16 +84,15 @@ DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& a
                         {}};
     ok = await_entry(context, watch, Stage::kEntryBarrier, peer);
     has_room = world.is_absent(peer) || (watch.value(0) != 0 && num_rows <= watch.value(1));
-    staging_lines[peer] = watch.value(0);
+    start->places[peer] = staging_slot(args, peer, watch.value(0), static_cast<int>(num_before));
   }
-  if (!arch::all(kFullMask, ok)) return CombineMode::kFailed;
-  return arch::all(kFullMask, has_room) ? CombineMode::kStaged : CombineMode::kRings;
-}
-
-// The slot of row `row` in the staging that begins at `line` of owner's segment.
-DC_DEVICE uint8_t* staging_slot(const CombineArgs& args, int owner, uint32_t line, int row) {
-  return args.world.bases[owner] + static_cast<size_t>(line) * kLineBytes +
-         static_cast<size_t>(row) * args.message.slot_bytes();
+  ok = arch::all(kFullMask, ok);
+  has_room = arch::all(kFullMask, has_room);
+  if (peer == 0) {
+    start->mode = !ok        ? CombineMode::kFailed
+                  : has_room ? CombineMode::kStaged
+                             : CombineMode::kRings;
+  }
 }
 
 }  // namespace deep_comm

@@ -28,8 +28,7 @@ namespace deep_comm {
 
 // What the warps of one block share.
 struct SumsEntry {
-  CombineMode mode;
-  uint32_t staging_lines[kMaxRanks];
+  CombineStart start;
   uint32_t bell;         // counts complete chunks
   uint32_t num_done[1];  // [most_chunks] complete parts of a chunk, by the block's own count
 
@@ -52,7 +51,7 @@ struct RowPart {
   static constexpr int kNumVecs = 4 * kWarpSize;
 
   int chunk_idx;   // by the block's own count
-  int item;        // of the chunk: ChunkRotation::at
+  int item;        // of the chunk: ReturnedChunks::at
   int chunk_rows;  // that the chunk has; 0: there is no further part
   int row;         // among those that return to the peer
   int token;       // received
@@ -67,9 +66,8 @@ class PartTurns {
  public:
   DC_DEVICE explicit PartTurns(const CombineArgs& args)
       : chunks_(args),
-        returned_(args),
         parts_of_row_(ceil_div(args.message.row_bytes / 16, RowPart::kNumVecs)),
-        parts_of_chunk_(parts_of_row_ * returned_.most_chunk_rows()),
+        parts_of_chunk_(parts_of_row_ * chunks_.most_chunk_rows()),
         turn_(arch::warp_idx()) {}
 
   DC_DEVICE int parts_of_row() const { return parts_of_row_; }
@@ -80,7 +78,7 @@ class PartTurns {
           chunks_.at(static_cast<uint32_t>(idx * arch::num_blocks() + arch::block_idx()));
       if (item == chunks_.kEnd) return {};
       turn_ += arch::num_warps() - 1;  // the last warp publishes
-      const Chunk chunk = returned_.chunk(item);
+      const Chunk chunk = chunks_.chunk(item);
       const int row = part / parts_of_row_;
       if (row >= chunk.num_rows) continue;  // short, or none
       return {idx,
@@ -93,25 +91,17 @@ class PartTurns {
   }
 
  private:
-  ChunkRotation<true> chunks_;
-  ReturnedRows returned_;
+  ReturnedChunks<true> chunks_;
   int parts_of_row_;
   int parts_of_chunk_;
   int turn_;
 };
 
-// Where the sums go. Lane r has the place of rank r's rows.
+// Where the sums go.
 class SumPlaces {
  public:
   DC_DEVICE SumPlaces(const CombineSumsArgs& args, const SumsEntry& entry)
-      : args_(args), is_staged_(entry.mode == CombineMode::kStaged) {
-    const CombineArgs& combine = args.combine;
-    const int peer = min_of(arch::lane_idx(), args.world.num_ranks - 1), rank = args.world.rank;
-    if (is_staged_ && peer != rank) {
-      place_ = reinterpret_cast<uint64_t>(staging_slot(combine, peer, entry.staging_lines[peer],
-                                                       num_staged_rows(combine, peer, rank)));
-    }
-  }
+      : args_(args), start_(entry.start), is_staged_(entry.start.mode == CombineMode::kStaged) {}
   DC_DEVICE uint8_t* row(const RowPart& part) const {
     return at_peer(part)
                ? slot(part)
@@ -128,13 +118,13 @@ class SumPlaces {
     return is_staged_ && part.peer() != args_.world.rank;
   }
   DC_DEVICE uint8_t* slot(const RowPart& part) const {
-    return reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, place_, part.peer())) +
+    return start_.places[part.peer()] +
            static_cast<size_t>(part.row) * args_.combine.message.slot_bytes();
   }
 
   const CombineSumsArgs& args_;
+  const CombineStart& start_;
   bool is_staged_;
-  uint64_t place_ = 0;
 };
 
 // Parts after which a chunk counts as complete.
@@ -155,8 +145,7 @@ DC_DEVICE void complete_part(SumsEntry* entry, const RowPart& part, int parts_of
 // One warp: sets the words of the block's complete chunks. A lane has every 32nd chunk of the block.
 DC_DEVICE void publish_sum_chunks(const Context& context, const CombineArgs& args, int parts_of_row,
                                   SumsEntry* entry) {
-  const ChunkRotation<true> chunks(args);
-  const ReturnedRows returned(args);
+  const ReturnedChunks<true> chunks(args);
   const int lane = arch::lane_idx();
   int idx = lane - kWarpSize, item = chunks.kNone;
   uint32_t num_parts = 0;  // of the chunk
@@ -167,7 +156,7 @@ DC_DEVICE void publish_sum_chunks(const Context& context, const CombineArgs& arg
       const int next_idx = arch::shfl(kFullMask, idx, other) + kWarpSize;
       const int next =
           chunks.at(static_cast<uint32_t>(next_idx * arch::num_blocks() + arch::block_idx()));
-      const int num_rows = returned.chunk(next).num_rows;
+      const int num_rows = chunks.chunk(next).num_rows;
       if (lane == other) {
         idx = next_idx;
         item = next;
@@ -212,14 +201,11 @@ DC_DEVICE void combine_sums(const CombineSumsArgs& args) {
   arch::sync_block();
   arch::allow_later_launch();
   if (arch::block_idx() == 0) announce_staging(context, args.combine);
-  if (arch::warp_idx() == 0) {
-    const CombineMode mode = enter_combine(context, args.combine, entry.staging_lines);
-    if (arch::lane_idx() == 0) entry.mode = mode;
-  }
+  if (arch::warp_idx() == 0) enter_combine(context, args.combine, &entry.start);
   // Hands each lane's acquire to all warps.
   arch::sync_block();
-  if (entry.mode == CombineMode::kFailed) return;
-  const bool is_staged = entry.mode == CombineMode::kStaged;
+  if (entry.start.mode == CombineMode::kFailed) return;
+  const bool is_staged = entry.start.mode == CombineMode::kStaged;
   PartTurns turns(args.combine);
   if (arch::warp_idx() == arch::num_warps() - 1) {
     if (is_staged) publish_sum_chunks(context, args.combine, turns.parts_of_row(), &entry);

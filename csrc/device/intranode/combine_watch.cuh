@@ -60,14 +60,23 @@ class TokenWatch {
         entry_(entry),
         counter_(&taken_work(context)->num_tokens),
         per_channel_(ceil_div(args.num_tokens, args.ring.num_channels)),
-        own_first_(static_cast<int>(first_row_of(args, args.world.rank))),
         team_size_(AddTeams::of(args).size),
         num_firsts_(args.num_window_slots * arch::num_blocks()) {
-    const int peer = arch::lane_idx(), rank = args.world.rank;
-    if (peer < args.world.num_ranks) {
-      entry->window.first_staged[peer] = num_staged_rows(args, rank, peer);
-      entry->window.chunk_rows[peer] =
-          ChunkedRows::of(args, num_rows_between(args, rank, peer)).chunk_rows;
+    const int num_ranks = args.world.num_ranks, rank = args.world.rank, lane = arch::lane_idx();
+    // The same warp has filled it.
+    const CombineStart& start = entry->start;
+    own_first_ = rank == 0 ? 0 : start.sent[(rank - 1) * num_ranks + rank];
+    if (lane < num_ranks) {
+      int first = 0;
+      DC_NO_UNROLL
+      for (int peer = 0; peer < lane; ++peer) {
+        if (peer != rank) first += start.num_rows(num_ranks, rank, peer);
+      }
+      entry->window.first_rows[lane] =
+          lane == rank ? args.x + static_cast<int64_t>(own_first_) * args.message.row_bytes
+                       : staging_slot(args, rank, args.staging_line, first);
+      entry->window.chunk_shift[lane] =
+          ChunkedRows::of(args, start.num_rows(num_ranks, rank, lane)).shift;
     }
     // The window, before look_up reads it.
     arch::sync_warp();
@@ -95,7 +104,7 @@ class TokenWatch {
     uint64_t raw[kMaxRanks];
     DC_UNROLL
     for (int peer = 0; peer < kMaxRanks; ++peer) {
-      if ((pending_ >> peer & 1u) != 0) raw[peer] = arch::ld_relaxed_sys(word_of(peer));
+      if ((pending_ >> peer & 1u) != 0) raw[peer] = arch::ld_relaxed_sys(words_[peer]);
     }
     uint32_t landed = 0;
     DC_UNROLL
@@ -143,7 +152,8 @@ class TokenWatch {
  private:
   DC_DEVICE bool is_pending() const { return token_ >= 0; }
   DC_DEVICE void await_row(int peer, int row) {
-    chunk_[peer] = static_cast<uint32_t>(row) / entry_->window.chunk_rows[peer];
+    const int chunk = row >> entry_->window.chunk_shift[peer];
+    words_[peer] = landed_word(args_.world, args_.world.rank, peer, chunk);
     pending_ |= 1u << peer;
   }
   // A peer's, if one is missing.
@@ -164,10 +174,10 @@ class TokenWatch {
     return num_using_ == 0 || arch::fault(Fault::kSkipCredit);
   }
   DC_DEVICE const uint64_t* word_of(int peer) const {
-    int chunk = 0;
+    const uint64_t* word = nullptr;
     DC_UNROLL
-    for (int idx = 0; idx < kMaxRanks; ++idx) chunk = idx == peer ? chunk_[idx] : chunk;
-    return landed_word(args_.world, args_.world.rank, peer, chunk);
+    for (int idx = 0; idx < kMaxRanks; ++idx) word = idx == peer ? words_[idx] : word;
+    return word;
   }
   // The lane that rests. Its wait is named if the wait fails.
   DC_DEVICE bool is_waiting_for_all() const { return arch::lane_idx() == speaker_; }
@@ -235,27 +245,24 @@ class TokenWatch {
       arch::bulk_prefetch(bias, args_.message.row_bytes);
       slot.rows[idx] = bias;
     });
+    const auto slot_bytes = static_cast<int64_t>(args_.message.slot_bytes());
     int own_position = -1, own_row = 0;
     DC_UNROLL
     for (int peer = 0; peer < kMaxRanks; ++peer) {
       if ((present >> peer & 1u) == 0) continue;
       const int row = row_of[peer], position = positions >> (4 * peer) & 15u;
-      if (peer == rank) {
+      const bool is_own = peer == rank;
+      if (is_own) {
         own_row = own_first_ + row;
         own_position = position;
-        if constexpr (kIsExpanded) {
-          if (!arch::fault(Fault::kSkipSums)) await_row(peer, row);
-        } else {
-          arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
-                              args_.message.row_bytes);
-        }
-        slot.rows[num_biases + position] =
-            args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
-      } else {
-        slot.rows[num_biases + position] =
-            staging_slot(args_, rank, args_.staging_line, entry_->window.first_staged[peer] + row);
-        await_row(peer, row);
       }
+      slot.rows[num_biases + position] =
+          entry_->window.first_rows[peer] + row * (is_own ? args_.message.row_bytes : slot_bytes);
+      if (!is_own || (kIsExpanded && !arch::fault(Fault::kSkipSums))) await_row(peer, row);
+    }
+    if (!kIsExpanded && own_position >= 0) {
+      arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
+                          args_.message.row_bytes);
     }
     slot.num_biases = num_biases;
     slot.num_rows = num_biases + arch::popc(present);
@@ -290,10 +297,10 @@ class TokenWatch {
   int per_channel_;
   int own_first_;
   int team_size_;
-  uint32_t num_firsts_;  // tokens that the counter does not deal
-  int chunk_[kMaxRanks] = {};
-  uint32_t pending_ = 0;  // ranks whose rows of this lane's token have not arrived yet
-  int token_ = -1;        // not passed on yet
+  uint32_t num_firsts_;                    // tokens that the counter does not deal
+  const uint64_t* words_[kMaxRanks] = {};  // of the chunks with this lane's token
+  uint32_t pending_ = 0;                   // ranks whose rows of it have not arrived yet
+  int token_ = -1;                         // not passed on yet
   uint32_t num_ready_ = 0;
   uint32_t num_using_ = 0;
   uint64_t seen_ = 0;

@@ -19,10 +19,7 @@ DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) 
   uint8_t* smem = arch::dynamic_smem();
   const int warp = arch::warp_idx();
   arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + barriers_offset);
-  StagePipe pipe(smem + warp * stage.warp_bytes(), barriers + warp * stage.num_stages,
-                 stage.stage_bytes, stage.num_stages);
-  pipe.init();
-  return pipe;
+  return {smem + warp * stage.warp_bytes(), barriers + warp * stage.num_stages, stage};
 }
 
 // What a sending warp has reported to its block's publisher. Leader only.

@@ -7,6 +7,7 @@
 // matters. This file sees no flag of a peer.
 #pragma once
 
+#include "device/layout/message.cuh"
 #include "device/sync/await.cuh"
 
 namespace deep_comm {
@@ -52,20 +53,18 @@ class StagePipe {
     return num_stages * static_cast<int>(sizeof(uint64_t));
   }
 
-  DC_DEVICE StagePipe(uint8_t* stages, arch::Mbarrier* barriers, int stage_bytes, int num_stages)
+  // The whole warp.
+  DC_DEVICE StagePipe(uint8_t* stages, arch::Mbarrier* barriers, const StageLayout& layout)
       : stages_(stages),
         barriers_(barriers),
-        stage_bytes_(stage_bytes),
-        num_stages_(num_stages),
-        num_reading_(num_stages < 5 ? 1 : 2) {}
-
-  // The whole warp calls it once, before anything else.
-  DC_DEVICE void init() {
-    if (arch::lane_idx() == 0) {
-      for (int stage = 0; stage < num_stages_; ++stage) arch::mbarrier_init(barriers_ + stage, 1);
+        stage_bytes_(layout.stage_bytes),
+        num_stages_(layout.num_stages),
+        num_reading_(layout.num_stages < 5 ? 1 : 2) {
+    if (arch::lane_idx() < num_stages_) {
+      arch::mbarrier_init(barriers_ + arch::lane_idx(), 1);
       arch::fence_mbarrier_init();
     }
-    // order-proof: of every user there is another barrier before the first wait
+    // The leader's loads use all of them.
     arch::sync_warp();
   }
 

@@ -63,8 +63,13 @@ class AskedQueue {
       if (static_cast<uint32_t>(arch::lane_idx()) == num_taken_ % kWarpSize) taken_ = item;
       ++num_taken_;
     }
+    return taken(index);
+  }
+  // The same for an item that `at` has returned before.
+  DC_DEVICE int taken(uint32_t index) const {
     return arch::shfl(kFullMask, taken_, index % kWarpSize);
   }
+  DC_DEVICE const Items& items() const { return items_; }
 
  private:
   DC_DEVICE int next() {
