@@ -7,9 +7,9 @@ namespace deep_comm {
 template <class Target>
 void Engine<Target>::number_rows(NumberRowsArgs args, const ChannelConfig& config,
                                  uint64_t stream) {
-  check_num_experts(args.num_experts);
-  const size_t smem_bytes = sizeof(uint32_t) * args.num_experts;
-  check_counters(args.num_experts, smem_bytes);
+  check_num_experts(args.experts.num_experts);
+  const size_t smem_bytes = sizeof(uint32_t) * args.experts.num_experts;
+  check_counters(args.experts.num_experts, smem_bytes);
   const int num_blocks = config.num_channels;
   args.tokens_per_block = max_of(1, ceil_div(args.num_tokens, num_blocks));
   launch<NumberRowsKernel>(

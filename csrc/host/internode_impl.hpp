@@ -122,14 +122,14 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
   const int row_bytes = field(RailField::kRowBytes);
   require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = ", row_bytes,
           ", must be a positive multiple of 16");
-  check_num_experts(args.num_experts);
+  check_num_experts(args.experts.num_experts);
   const RailMessage message{row_bytes, field(RailField::kScaleRowBytes),
                             field(RailField::kNumTopk)};
   RingLayout ring{};
   RailRings rail_rings{};
   // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
   make_rings(config, rail, message.slot_bytes(), &ring, &rail_rings);
-  field(RailField::kNumExperts) = args.num_experts;
+  field(RailField::kNumExperts) = args.experts.num_experts;
   field(RailField::kNumChannels) = config.num_channels;
   field(RailField::kNumSendTokens) = config.num_send_tokens;
   field(RailField::kNumSlots) = config.num_slots;
@@ -140,8 +140,7 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
   args.num_channels = config.num_channels;
   args.sequence = ++sequence_;
   args.counts = internode_counts_;
-  num_counted_experts_ =
-      ExpertMap{args.num_experts, tiers_.num_ranks()}.num_local_experts(tiers_.rank);
+  num_counted_experts_ = args.experts.num_local_experts(tiers_.rank);
   counts_stream_ = stream;
   InternodeCountArgs count{};
   count.is_token_in_rank = is_token_in_rank;
@@ -266,8 +265,9 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
   const int scale_row_bytes = args.num_scales * args.scale_bytes;
   args.tiers = tiers_;
   args.message = {row_bytes, scale_row_bytes, num_topk};
-  args.order = SumOrder::of({args.topk_idx, args.topk_idx_bytes, num_topk, args.num_experts},
-                            tiers_.num_ranks(), 1);
+  args.order =
+      SumOrder::of({args.topk_idx, args.topk_idx_bytes, num_topk, args.experts.num_experts},
+                   tiers_.num_ranks(), 1);
   make_rings(config, rail, args.message.slot_bytes(), &args.ring, &args.rail_rings);
   args.num_send_tokens = config.num_send_tokens;
   args.num_rail_send_tokens = rail.num_send_tokens;

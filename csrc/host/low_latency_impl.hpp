@@ -163,7 +163,7 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   check_open();
   LowLatencyPlan plan{};
   plan.options = options;
-  plan.experts = PreparedExpertMap::make({options.num_experts, num_group_ranks()});
+  plan.experts = ExpertMap::make(options.num_experts, num_group_ranks());
   const int num_local = plan.experts.num_local_experts(group_rank());
   plan.metadata = LowLatencyMetadata::make(num_group_ranks(), num_local, options.num_max_tokens,
                                            options.num_topk, options.is_compact,

@@ -28,7 +28,7 @@ inline constexpr int kLogFmtRows = kNumCombineRows;
 struct LowLatencyPlan {
   LowLatencyOptions options;
   LowLatencyMetadata metadata;
-  PreparedExpertMap experts;
+  ExpertMap experts;
   LowLatencyShape dispatch_shape;
   LowLatencyShape combine_shape;
   LaunchConfig launch;

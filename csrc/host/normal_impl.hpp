@@ -46,7 +46,7 @@ void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
   const int num_experts = args.topk.num_experts;
   check_num_experts(num_experts);
   const Tuning& tuning = Target::kTuning;
-  args.experts = PreparedExpertMap::make({num_experts, world_.num_ranks});
+  args.experts = ExpertMap::make(num_experts, world_.num_ranks);
   args.tokens_per_block =
       max_of(tuning.layout_tokens_per_block, ceil_div(args.num_tokens, tuning.max_notify_blocks));
   const size_t smem_bytes = sizeof(int32_t) * (world_.num_ranks + num_experts + 1);
@@ -87,7 +87,7 @@ NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
   if (options.counts_choices) {
     args.topk = {nullptr, options.topk_idx_bytes, options.num_topk, options.num_experts};
   }
-  args.experts = PreparedExpertMap::make({options.num_experts, world_.num_ranks});
+  args.experts = ExpertMap::make(options.num_experts, world_.num_ranks);
   args.num_channels = options.channels.num_channels;
   args.expert_alignment = options.expert_alignment;
   args.counts = counts_;

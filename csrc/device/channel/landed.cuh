@@ -3,6 +3,7 @@
 // Both carry the generation of their own kernel, so they share the words.
 #pragma once
 
+#include "device/layout/divisor.cuh"
 #include "device/layout/workspace.cuh"
 
 namespace deep_comm {
@@ -23,9 +24,7 @@ struct TokenChunks {
   int shift;  // 1 << shift tokens, of the last chunk perhaps fewer
 
   DC_DEVICE static TokenChunks of(int num_tokens) {
-    int shift = 0;
-    while ((num_tokens - 1) >> shift >= kMaxChunks) ++shift;
-    return {num_tokens, shift};
+    return {num_tokens, shift_for(max_of(1, ceil_div(num_tokens, kMaxChunks)))};
   }
   DC_DEVICE int num_chunks() const { return (num_tokens + (1 << shift) - 1) >> shift; }
   DC_DEVICE int first_token(int chunk) const { return chunk << shift; }

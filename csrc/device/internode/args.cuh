@@ -76,7 +76,7 @@ struct InternodeLayoutArgs {
   int topk_idx_bytes;
   int num_tokens;
   int num_topk;
-  PreparedExpertMap experts;
+  ExpertMap experts;
   int tokens_per_block;
   int32_t* num_tokens_per_rank;    // out [R]
   int32_t* num_tokens_per_node;    // out [N]
@@ -128,7 +128,7 @@ struct InternodeNotifyArgs {
   const int32_t* num_tokens_per_expert;  // [E]
   const int32_t* node_channel_prefix;    // [N, C]
   const int32_t* rank_channel_prefix;    // [R, C]
-  int num_experts;
+  ExpertMap experts;
   int num_channels;
   int expert_alignment;
   uint32_t sequence;
@@ -186,7 +186,7 @@ struct InternodeDispatchArgs {
   const int32_t* recv_rank_prefix_sum;      // [R]
   const int32_t* combine_start;             // [C, N, M], with send_rank_head
   int num_tokens;
-  int num_experts;
+  ExpertMap experts;
   // payload
   const uint8_t* x;         // [T, row_bytes]
   const uint8_t* x_scales;  // [T, num_scales] at any strides, or null

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/internode/combine_staging.cuh"
+#include "device/layout/divisor.cuh"
 #include "device/sync/work_queue.cuh"
 
 namespace deep_comm {
@@ -13,15 +14,20 @@ class ForwardedRows {
   static constexpr int kEnd = -1, kNone = -2;
 
   DC_DEVICE ForwardedRows(const InternodeCombineArgs& args, const StagedTables& tables)
-      : args_(&args), tables_(&tables) {
+      : args_(&args),
+        tables_(&tables),
+        num_others_(args.tiers.num_nodes() - 1),
+        by_others_(Divisor::make(max_of(num_others_, 1))) {
+    static_assert(kMaxRailChunks * kMaxStagedNodes < Divisor::kMaxNumerator);
     int num_rounds = 0;
+    DC_NO_UNROLL
     for (int node = 0; node < args.tiers.num_nodes(); ++node) {
       if (node == args.tiers.rail.node) continue;
       const RailChunks chunks = tables.chunks_of(args, node);
       num_rounds = max_of(num_rounds, chunks.num_chunks());
-      most_rows_ = max_of(most_rows_, chunks.chunk_rows);
+      most_shift_ = max_of(most_shift_, chunks.shift);
     }
-    num_items_ = static_cast<uint32_t>(num_rounds) * (args.tiers.num_nodes() - 1) * most_rows_;
+    num_items_ = static_cast<uint32_t>(num_rounds * num_others_) << most_shift_;
   }
 
   static DC_DEVICE AskedQueue<ForwardedRows> ask(const Context& node,
@@ -36,18 +42,19 @@ class ForwardedRows {
   // What the publisher learns when the row has landed.
   DC_DEVICE static int sum_item(const InternodeCombineArgs& args, const StagedTables& tables,
                                 int node, int row) {
-    return node * kMaxRailChunks + row / tables.chunks_of(args, node).chunk_rows;
+    return node * kMaxRailChunks + tables.chunks_of(args, node).chunk_of(row);
   }
 
   DC_DEVICE int at(uint32_t number) const {
     if (number >= num_items_) return kEnd;
-    const int num_nodes = args_->tiers.num_nodes();
-    const int chunk_idx = static_cast<int>(number) / most_rows_;
-    const int row_of_chunk = static_cast<int>(number) % most_rows_;
-    const int node = (args_->tiers.rail.node + 1 + chunk_idx % (num_nodes - 1)) % num_nodes;
+    const int chunk_idx = static_cast<int>(number >> most_shift_);
+    const int row_of_chunk = static_cast<int>(number) - (chunk_idx << most_shift_);
+    const int round = by_others_.quotient(chunk_idx);
+    int node = args_->tiers.rail.node + 1 + chunk_idx - round * num_others_;
+    if (node > num_others_) node -= num_others_ + 1;
     const RailChunks chunks = tables_->chunks_of(*args_, node);
-    const int row = chunk_idx / (num_nodes - 1) * chunks.chunk_rows + row_of_chunk;
-    const bool is_row = row_of_chunk < chunks.chunk_rows && row < chunks.num_rows;
+    const int row = chunks.first_row(round) + row_of_chunk;
+    const bool is_row = row_of_chunk < 1 << chunks.shift && row < chunks.num_rows;
     return is_row ? node << kNodeShift | row : kNone;
   }
 
@@ -56,7 +63,9 @@ class ForwardedRows {
 
   const InternodeCombineArgs* args_;
   const StagedTables* tables_;
-  int most_rows_ = 1;
+  int num_others_;  // nodes
+  Divisor by_others_;
+  int most_shift_ = 0;  // of a node's chunks
   uint32_t num_items_ = 0;
 };
 

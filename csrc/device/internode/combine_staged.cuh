@@ -113,7 +113,7 @@ class StagedPublisher {
   DC_DEVICE void put_sums(int node, int chunk, uint32_t num_bytes) const {
     const RailTier& tier = args_.tiers.rail;
     const StagingPlan plan(args_, entry_->tables);
-    const int first = chunk * entry_->tables.chunks_of(args_, node).chunk_rows;
+    const int first = entry_->tables.chunks_of(args_, node).first_row(chunk);
     const int qp = tier.landed_qp(chunk);
     arch::rail_put_warp(tier.port, node, qp,
                         staging_at_node(contexts_.rail, tier, node) +

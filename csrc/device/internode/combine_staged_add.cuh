@@ -106,7 +106,7 @@ class TokenAdder {
     if (!is_node_ || lane == own) return;
     const StagingPlan plan(args, tables_);
     base_ = plan.slot(plan.from_node(lane));
-    chunk_rows_ = RailChunks::of(tables_.sent[lane], args.num_rail_send_tokens).chunk_rows;
+    chunks_ = RailChunks::of(tables_.sent[lane], args.num_rail_send_tokens);
   }
 
   DC_DEVICE void run() {
@@ -159,7 +159,7 @@ class TokenAdder {
   }
   DC_DEVICE const uint8_t* await_sum(int sum_row, bool* ok) {
     if (sum_row < 0 || base_ == nullptr) return nullptr;
-    const int chunk = sum_row / chunk_rows_, node = arch::lane_idx();
+    const int chunk = chunks_.chunk_of(sum_row), node = arch::lane_idx();
     if (chunk != known_chunk_) {
       known_chunk_ = chunk;
       uint32_t seen = 0;
@@ -198,7 +198,7 @@ class TokenAdder {
   int per_channel_;
   bool is_node_;
   const uint8_t* base_ = nullptr;  // lane n: of node n's sums
-  int chunk_rows_ = 1;
+  RailChunks chunks_{};
   int known_chunk_ = -1;  // has landed
   int place_ = -1;        // of the next token's local rows
 };

@@ -13,6 +13,7 @@
 #include "device/internode/combine_forward_order.cuh"
 #include "device/internode/combine_staging.cuh"
 #include "device/layout/message.cuh"
+#include "device/move/row_weights.cuh"
 #include "device/move/stage_pipe.cuh"
 #include "device/sync/work_queue.cuh"
 
@@ -25,6 +26,7 @@ class ReturnOrder {
       : returned_(tables.returned[peer]),
         num_nodes_(args.tiers.num_nodes()),
         own_(args.tiers.rail.node),
+        by_others_(Divisor::make(max_of(num_nodes_ - 1, 1))),
         chunks_(tables.returned_chunks[peer]),
         num_crossing_(tables.num_rounds[peer] * (num_nodes_ - 1)) {}
 
@@ -42,20 +44,21 @@ class ReturnOrder {
   DC_DEVICE Chunk at(int item) const {
     int node = own_, index = item - num_crossing_;
     if (index < 0) {
-      const int step = item % (num_nodes_ - 1) + 1;
-      index = item / (num_nodes_ - 1);
-      node = (own_ + step) % num_nodes_;
+      index = by_others_.quotient(item);
+      node = own_ + 1 + item - index * (num_nodes_ - 1);
+      if (node >= num_nodes_) node -= num_nodes_;
     }
     const int begin = returned_[node], end = returned_[node + 1];
-    const int slice = begin / chunks_.rows + index;
-    const int first = max_of(begin, slice * chunks_.rows);
-    return {node, first, min_of(end, (slice + 1) * chunks_.rows) - first, slice + node};
+    const int slice = (begin >> chunks_.shift) + index;
+    const int first = max_of(begin, slice << chunks_.shift);
+    return {node, first, min_of(end, (slice + 1) << chunks_.shift) - first, slice + node};
   }
 
  private:
   const int32_t* returned_;
   int num_nodes_;
   int own_;
+  Divisor by_others_;
   PairChunks chunks_;
   int num_crossing_;
 };
@@ -121,16 +124,8 @@ class RowsToRanks {
         items_(TakeReturn(contexts.node, args, tables, sender + arch::block_idx())) {}
 
   // The index-th chunk of this warp.
-  DC_DEVICE SentChunk chunk_at(uint32_t index) {
-    const int item = items_.at(index);
-    if (item < 0) return {-1, 0, 0, 0, 0};
-    const int peer = item >> TakeReturn::kPeerShift;
-    const ReturnOrder::Chunk chunk =
-        ReturnOrder(args_, tables_, peer).at(item & ((1 << TakeReturn::kPeerShift) - 1));
-    return {peer, peer * kMaxPairChunks + chunk.number, chunk.first, chunk.num_rows,
-            static_cast<int64_t>(tables_.x_starts[peer][chunk.node]) + chunk.first -
-                tables_.returned[peer][chunk.node]};
-  }
+  DC_DEVICE SentChunk take(uint32_t index) { return chunk_of(items_.at(index)); }
+  DC_DEVICE SentChunk taken(uint32_t index) const { return chunk_of(items_.taken(index)); }
   // Lane j: where the rows for peer j begin. After enter_combine.
   DC_DEVICE uint8_t* target() const {
     const int lane = arch::lane_idx();
@@ -139,6 +134,16 @@ class RowsToRanks {
   }
 
  private:
+  DC_DEVICE SentChunk chunk_of(int item) const {
+    if (item < 0) return {-1, 0, 0, 0, 0};
+    const int peer = item >> TakeReturn::kPeerShift;
+    const ReturnOrder::Chunk chunk =
+        ReturnOrder(args_, tables_, peer).at(item & ((1 << TakeReturn::kPeerShift) - 1));
+    return {peer, peer * kMaxPairChunks + chunk.number, chunk.first, chunk.num_rows,
+            static_cast<int64_t>(tables_.x_starts[peer][chunk.node]) + chunk.first -
+                tables_.returned[peer][chunk.node]};
+  }
+
   const TierContexts& contexts_;
   const InternodeCombineArgs& args_;
   const StagedTables& tables_;
@@ -158,16 +163,18 @@ class RowsToNodes {
         tables_(tables),
         items_(ForwardedRows::ask(contexts.node, args, tables)) {}
 
-  DC_DEVICE SentChunk chunk_at(uint32_t index) {
-    const int item = items_.at(index);
+  DC_DEVICE SentChunk take(uint32_t index) { return chunk_of(items_.at(index)); }
+  DC_DEVICE SentChunk taken(uint32_t index) const { return chunk_of(items_.taken(index)); }
+  DC_DEVICE uint8_t* target() const { return sums_target(contexts_.rail, args_, tables_); }
+
+ private:
+  DC_DEVICE SentChunk chunk_of(int item) const {
     if (item < 0) return {-1, 0, 0, 0, 0};
     const int node = ForwardedRows::node_of(item), row = ForwardedRows::row_of(item);
     return {node, ForwardedRows::sum_item(args_, tables_, node, row), row, 1,
             static_cast<int64_t>(tables_.x_starts[0][node]) + row};
   }
-  DC_DEVICE uint8_t* target() const { return sums_target(contexts_.rail, args_, tables_); }
 
- private:
   const TierContexts& contexts_;
   const InternodeCombineArgs& args_;
   const StagedTables& tables_;
@@ -191,7 +198,8 @@ class RowSender {
         chunks_(contexts, args, entry->tables, sender) {}
 
   DC_DEVICE void begin() {
-    load_.chunk = chunks_.chunk_at(0);
+    load_.chunk = chunks_.take(0);
+    if (load_.chunk.num_rows > 0) weights_.load(args_, row_of_x(load_.chunk, 0));
     while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
   }
 
@@ -200,14 +208,15 @@ class RowSender {
     const auto target = reinterpret_cast<uint64_t>(chunks_.target());
     const size_t slot_bytes = args_.message.slot_bytes();
     uint32_t num_chunks = 0;
-    for (SentChunk chunk = chunks_.chunk_at(0); chunk.num_rows > 0;
-         chunk = chunks_.chunk_at(num_chunks)) {
+    for (SentChunk chunk = chunks_.taken(0); chunk.num_rows > 0;
+         chunk = chunks_.taken(num_chunks)) {
       has_failed_ = !entry_->landed.post(context_, sender_, num_chunks, chunk.item);
       if (has_failed_) break;
       uint8_t* base = reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, target, chunk.peer));
       base += static_cast<size_t>(chunk.first) * slot_bytes;
-      for (int row = 0; row < chunk.num_rows; ++row)
-        store_row(chunk.x_row + row, base + row * slot_bytes);
+      for (int row = 0; row < chunk.num_rows; ++row) {
+        store_row(chunk, num_chunks, row, base + row * slot_bytes);
+      }
       if (static_cast<uint32_t>(lane) == num_chunks % kWarpSize) ends_ = pipe_.num_stores();
       ++num_chunks;
       report_landed(num_chunks);
@@ -236,9 +245,7 @@ class RowSender {
 
   DC_DEVICE void load_next() {
     if (load_.chunk.num_rows == 0) return;
-    // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row
-    // will do.
-    const int64_t row = min_of<int64_t>(load_.chunk.x_row + load_.row, args_.num_rows - 1);
+    const int64_t row = row_of_x(load_.chunk, load_.row);
     if (arch::lane_idx() == 0) {
       pipe_.make_room();
       pipe_.load(args_.x + row * args_.message.row_bytes + load_.piece * pieces_.piece_bytes,
@@ -249,24 +256,28 @@ class RowSender {
     load_.piece = 0;
     if (++load_.row < load_.chunk.num_rows) return;
     load_.row = 0;
-    load_.chunk = chunks_.chunk_at(++load_.index);
+    load_.chunk = chunks_.take(++load_.index);
   }
 
-  DC_DEVICE void store_row(int64_t x_row, uint8_t* slot) {
+  // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row will
+  // do.
+  DC_DEVICE int64_t row_of_x(const SentChunk& chunk, int row) const {
+    return min_of<int64_t>(chunk.x_row + row, args_.num_rows - 1);
+  }
+
+  // Of this warp's index-th chunk.
+  DC_DEVICE void store_row(const SentChunk& chunk, uint32_t index, int row, uint8_t* slot) {
     for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
       int num_bytes = pieces_.bytes_of(piece);
       if (pieces_.is_last(piece) && meta_bytes_ != 0) {
         // The leader has seen this stage read out before any lane writes into it.
         arch::sync_warp();
-        const int num_topk = args_.message.num_topk;
-        const int64_t row = min_of<int64_t>(x_row, args_.num_rows - 1);
-        float* weights = reinterpret_cast<float*>(pipe_.current() + num_bytes);
-        for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
-          weights[k] = arch::ld_nc(args_.topk_weights + row * num_topk + k);
-        }
+        weights_.write(args_, pipe_.current() + num_bytes, row_of_x(chunk, row));
         // Before the bulk copy that reads them.
         arch::fence_proxy_async_shared();
         arch::sync_warp();
+        weights_.load(args_, row + 1 < chunk.num_rows ? row_of_x(chunk, row + 1)
+                                                      : row_of_x(chunks_.taken(index + 1), 0));
         num_bytes += meta_bytes_;
       }
       if (arch::lane_idx() == 0) {
@@ -305,6 +316,8 @@ class RowSender {
   Pieces pieces_;
   Chunks chunks_;
   LoadCursor load_;
+  // Of the row that is stored next. After the last row they are of some row, and nobody writes them.
+  RowWeights weights_;
   uint32_t ends_ = 0;  // lane i: stores up to the end of the last chunk whose index is i modulo 32
   uint32_t num_landed_ = 0;
   bool has_failed_ = false;

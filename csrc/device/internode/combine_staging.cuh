@@ -21,18 +21,18 @@ enum class SumMode : int { kFailed, kRings, kStaged };
 inline constexpr int kMaxStagedNodes = kWarpSize;                    // a lane per node
 inline constexpr int kMaxPairChunks = kMaxChannels * kChunksOfLine;  // of one pair of local ranks
 
-// The rows of one local rank that return to another, cut into chunks that end at the borders
-// between nodes.
+// The rows of one local rank that return to another, cut into chunks of 1 << shift that end at the
+// borders between nodes.
 struct PairChunks {
-  int rows;  // of a chunk
+  int shift;
 
-  DC_DEVICE static PairChunks of(int num_rows, int num_nodes) {
-    return {max_of(1, ceil_div(num_rows, kMaxPairChunks - num_nodes))};
+  DC_DEVICE static PairChunks of(int num_rows) {
+    return {shift_for(max_of(1, ceil_div(num_rows, kMaxPairChunks - kMaxStagedNodes)))};
   }
   // The number of a row's chunk, for a rank of `node`: a chunk that two nodes share counts as two.
-  DC_DEVICE int at(int place, int node) const { return place / rows + node; }
+  DC_DEVICE int at(int place, int node) const { return (place >> shift) + node; }
   DC_DEVICE int count(int begin, int end) const {
-    return begin == end ? 0 : (end - 1) / rows - begin / rows + 1;
+    return begin == end ? 0 : ((end - 1) >> shift) - (begin >> shift) + 1;
   }
 };
 
@@ -58,23 +58,21 @@ struct StagedTables {
       const int begin =
           is_source && source > 0 ? arch::ld_nc(args.recv_rank_prefix_sum + source - 1) : 0;
       int sum = end - begin;
+      DC_NO_UNROLL
       for (int delta = 1; delta < kWarpSize; delta *= 2) {
         const int lower = arch::shfl_up(kFullMask, sum, delta);
         if (lane >= delta) sum += lower;
       }
-      const PairChunks chunks =
-          PairChunks::of(arch::shfl(kFullMask, sum, num_nodes - 1), num_nodes);
+      const PairChunks chunks = PairChunks::of(arch::shfl(kFullMask, sum, num_nodes - 1));
       int most = 0;
       if (is_source && lane != args.tiers.rail.node) most = chunks.count(sum - (end - begin), sum);
-      for (int delta = 1; delta < kWarpSize; delta *= 2) {
-        most = max_of(most, arch::shfl_xor(kFullMask, most, delta));
-      }
+      most = arch::reduce_max(kFullMask, most);
       if (lane == 0) {
         returned[local][0] = 0;
         returned_chunks[local] = chunks;
         num_rounds[local] = most;
-        received_chunks[local] = PairChunks::of(
-            arch::ld_nc(args.forward_slots + num_nodes * num_local + local), num_nodes);
+        received_chunks[local] =
+            PairChunks::of(arch::ld_nc(args.forward_slots + num_nodes * num_local + local));
       }
       if (is_source) {
         returned[local][lane + 1] = sum;
@@ -105,6 +103,7 @@ class StagingPlan {
 
   DC_DEVICE int from_local(int local) const {
     int row = 0;
+    DC_NO_UNROLL
     for (int other = 0; other < local; ++other) {
       if (other != args_.world.rank) row += tables_.received[other][args_.tiers.num_nodes()];
     }
@@ -112,6 +111,7 @@ class StagingPlan {
   }
   DC_DEVICE int from_node(int node) const {
     int row = from_local(args_.tiers.ranks_per_node());
+    DC_NO_UNROLL
     for (int other = 0; other < node; ++other) {
       if (other != args_.tiers.rail.node) row += tables_.sent[other];
     }

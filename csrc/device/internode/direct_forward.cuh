@@ -63,7 +63,7 @@ class RailRows {
   DC_DEVICE bool has_arrived(int node, int row, bool waits) const {
     const RailChunks chunks = rail_chunks(args_, entry_->is_near, num_rows_from(args_, node));
     const uint64_t* word =
-        own_word(args_.world, args_.tiers.rail.layout.landed_of(node, row / chunks.chunk_rows));
+        own_word(args_.world, args_.tiers.rail.layout.landed_of(node, chunks.chunk_of(row)));
     // pairs with: RowPublisher at the node — the chunk's rows and their metadata
     if (Tagged::unpack(arch::ld_acquire_sys(word)).generation == context_.generation) return true;
     uint32_t seen = 0;

@@ -202,7 +202,7 @@ class MetaWriter {
   // A selection per lane.
   DC_DEVICE void write_selections() const {
     const int num_topk = args_.message.num_topk, num_local = args_.tiers.ranks_per_node();
-    const ExpertMap map{args_.num_experts, args_.tiers.num_ranks()};
+    const ExpertMap& map = args_.experts;
     for (int base = 0; base < num_rows_ * num_topk; base += kWarpSize) {
       const int idx = base + arch::lane_idx();
       const int row = idx / num_topk, k = idx % num_topk;

@@ -194,10 +194,10 @@ class RowPublisher {
     if (place < 0) return {node, 0, false, false};
     const RailChunks chunks = rail_chunks(
         args_, is_near_, arch::ld_nc(args_.node_channel_prefix + (node + 1) * num_channels - 1));
-    const int chunk = chunks.chunk_rows == 1 ? place : place / chunks.chunk_rows;
+    const int chunk = chunks.chunk_of(place);
     if (near_segment(args_.world, tiers.rail, node) != nullptr)
       arch::atomic_add_relaxed_cta(entry_->num_stored(tiers) + node, 1u);
-    if (chunks.chunk_rows == 1) return {node, chunk, true, false};
+    if (chunks.shift == 0) return {node, chunk, true, false};
     uint32_t* counter = reinterpret_cast<uint32_t*>(args_.world.bases[args_.world.rank] +
                                                     tiers.rail.layout.added_of(node, chunk));
     const uint32_t num_before = arch::atomic_add_relaxed_gpu(counter, 1u);
@@ -238,7 +238,7 @@ class RowPublisher {
     const int num_rows =
         arch::ld_nc(args_.node_channel_prefix + (node + 1) * args_.rail_rings.num_channels - 1);
     const RailChunks chunks = rail_chunks(args_, is_near_, num_rows);
-    const int first = chunk * chunks.chunk_rows;
+    const int first = chunks.first_row(chunk);
     arch::rail_put_warp(
         tier.port, node, tier.landed_qp(chunk),
         args_.staging.recv_slot(true, node, tier.node, first),

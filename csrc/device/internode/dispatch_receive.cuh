@@ -20,7 +20,7 @@ DC_DEVICE void store_rail_meta(const InternodeDispatchArgs& args, const uint8_t*
     scatter_element(args.recv_x_scales + (row * args.num_scales + column) * args.scale_bytes,
                     reinterpret_cast<const uint8_t*>(&element), args.scale_bytes);
   }
-  const ExpertMap map{args.num_experts, args.tiers.num_ranks()};
+  const ExpertMap& map = args.experts;
   const int first = map.first_expert(args.tiers.rank);
   const int count = map.num_local_experts(args.tiers.rank);
   const int32_t* experts = reinterpret_cast<const int32_t*>(meta + parts.topk_idx_offset());

@@ -46,7 +46,7 @@ DC_DEVICE int32_t* counts_at(const World& world, int owner, size_t offset) {
 DC_DEVICE int num_counts(const InternodeNotifyArgs& args, int node) {
   const int num_local = args.tiers.ranks_per_node();
   const CountsOffsets offsets{args.num_channels, num_local};
-  const ExpertMap experts{args.num_experts, args.tiers.num_ranks()};
+  const ExpertMap& experts = args.experts;
   return offsets.node_experts() + experts.first_expert((node + 1) * num_local) -
          experts.first_expert(node * num_local);
 }
@@ -57,8 +57,7 @@ DC_DEVICE void fill_counts(const InternodeNotifyArgs& args, int node, int32_t* o
   const int num_local = args.tiers.ranks_per_node(), num_channels = args.num_channels;
   const CountsOffsets offsets{num_channels, num_local};
   const int first_rank = node * num_local;
-  const int first_expert =
-      ExpertMap{args.num_experts, args.tiers.num_ranks()}.first_expert(first_rank);
+  const int first_expert = args.experts.first_expert(first_rank);
   const int num_words = num_counts(args, node);
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
     int32_t value;
@@ -108,7 +107,7 @@ DC_DEVICE void forward_counts(const InternodeNotifyArgs& args, int parity) {
   const RailLayout& layout = args.tiers.rail.layout;
   const int num_local = args.tiers.ranks_per_node(), num_channels = args.num_channels;
   const CountsOffsets offsets{num_channels, num_local};
-  const ExpertMap experts{args.num_experts, args.tiers.num_ranks()};
+  const ExpertMap& experts = args.experts;
   const int first_rank = args.tiers.rail.node * num_local;
   for (int node = 0; node < args.tiers.num_nodes(); ++node) {
     const int source = node * num_local + world.rank;
@@ -146,7 +145,7 @@ DC_DEVICE void check_rail_headers(const Context& node, const InternodeNotifyArgs
         report_error(context, {ErrorKind::kExpertIndex,
                                {Stage::kCheckArguments, Word::kTopkIdx, source, -1},
                                0,
-                               static_cast<uint64_t>(args.num_experts),
+                               static_cast<uint64_t>(args.experts.num_experts),
                                0,
                                -1});
         abort_rank(context);
@@ -284,7 +283,7 @@ DC_DEVICE void write_expert_totals(const InternodeNotifyArgs& args, int parity) 
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
   const CountsOffsets offsets{args.num_channels, args.tiers.ranks_per_node()};
-  const ExpertMap experts{args.num_experts, args.tiers.num_ranks()};
+  const ExpertMap& experts = args.experts;
   for (int expert = arch::thread_idx(); expert < experts.num_local_experts(args.tiers.rank);
        expert += arch::num_threads()) {
     int32_t sum = 0;

@@ -14,7 +14,7 @@ namespace deep_comm {
 struct LayoutArgs {
   World world;
   TopkIdx topk;
-  PreparedExpertMap experts;
+  ExpertMap experts;
   int num_tokens;
   int ranks_per_node;
   int num_nodes;
@@ -115,7 +115,7 @@ struct NotifyArgs {
   uint8_t* is_token_in_rank;             // [T, R]
   const int32_t* num_tokens_per_expert;  // [E], or null
   int num_tokens;
-  PreparedExpertMap experts;
+  ExpertMap experts;
   int num_channels;
   int expert_alignment;
   OutputLocation place;  // of the next dispatch
@@ -172,7 +172,7 @@ struct DispatchArgs {
   const int32_t* rank_prefix_matrix;     // [R, R]
   const int32_t* channel_prefix_matrix;  // [R, C]
   int num_tokens;
-  int num_experts;
+  ExpertMap experts;
   // payload
   const uint8_t* x;         // [T, row_bytes]
   const uint8_t* x_scales;  // [T, num_scales] at any strides, or null
@@ -211,7 +211,7 @@ struct NumberRowsArgs {
   int topk_idx_bytes;
   int num_tokens;
   int num_topk;
-  int num_experts;
+  ExpertMap experts;
   int tokens_per_block;
   const int32_t* first_rows;  // [E]
   int32_t* send_row;          // out [T, R]

@@ -34,9 +34,8 @@ struct ChunkedRows {
   // Small chunks let a token be added sooner. But many chunks of one row slow the senders down
   // (docs/design/0041).
   DC_DEVICE static ChunkedRows of(const CombineArgs& args, int num_rows) {
-    int shift = num_rows * (args.world.num_ranks - 1) > args.most_single_rows ? 1 : 0;
-    while ((num_rows - 1) >> shift >= kMaxChunks) ++shift;
-    return {num_rows, shift};
+    const bool are_many = num_rows * (args.world.num_ranks - 1) > args.most_single_rows;
+    return {num_rows, shift_for(max_of(are_many ? 2 : 1, ceil_div(num_rows, kMaxChunks)))};
   }
   DC_DEVICE int chunk_rows() const { return 1 << shift; }
   DC_DEVICE int num_chunks() const { return (num_rows + chunk_rows() - 1) >> shift; }

@@ -72,27 +72,4 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
   }
 }
 
-// The weights that follow rows of x in shared memory. Those of the next row are loaded ahead, up to
-// one per lane: otherwise each row would wait for memory.
-class RowWeights {
- public:
-  DC_DEVICE void load(const CombineArgs& args, int64_t row) {
-    const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
-    if (lane < num_topk) ahead_ = arch::ld_nc(args.topk_weights + row * num_topk + lane);
-  }
-  // Of the row loaded last.
-  DC_DEVICE void write(const CombineArgs& args, uint8_t* meta, int64_t row) const {
-    const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
-    float* dst = reinterpret_cast<float*>(meta);
-    if (lane < num_topk) dst[lane] = ahead_;
-    DC_NO_UNROLL
-    for (int k = lane + kWarpSize; k < num_topk; k += kWarpSize) {
-      dst[k] = arch::ld_nc(args.topk_weights + row * num_topk + k);
-    }
-  }
-
- private:
-  float ahead_ = 0.0f;
-};
-
 }  // namespace deep_comm

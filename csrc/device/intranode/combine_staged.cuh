@@ -15,6 +15,7 @@
 
 #include "device/intranode/combine_watch.cuh"
 #include "device/intranode/ring_send.cuh"
+#include "device/move/row_weights.cuh"
 #include "device/sync/generation.cuh"
 #include "device/sync/work_queue.cuh"
 

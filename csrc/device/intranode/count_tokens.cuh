@@ -28,8 +28,7 @@ DC_DEVICE_COLD void report_bad_expert(const World& world, Kernel kernel, TopkIdx
 // num_per_expert (shared memory). An expert of an absent rank counts as -1. So does an index
 // outside [-1, E), which is reported.
 DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx& topk,
-                               const PreparedExpertMap& experts, int token,
-                               int32_t* num_per_expert) {
+                               const ExpertMap& experts, int token, int32_t* num_per_expert) {
   uint32_t rank_mask = 0;
   for_each_expert(topk.data, static_cast<int64_t>(token) * topk.num_topk, topk.num_topk,
                   topk.element_bytes, [&](int expert, int64_t position) {

@@ -282,7 +282,6 @@ class ChunkPublisher {
     // There is none. Casting movers write the scales that they make.
     if (args_.message.num_topk == 0 && (Form::kQuantised || args_.num_scales == 0)) return;
     constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
-    const ExpertMap experts{args_.num_experts, args_.world.num_ranks};
     for (int token = chunks_.first_token(chunk); token < chunks_.end_token(chunk); ++token) {
       ExpandedMeta<kScales> meta;
       ordinals_.look_up(token);
@@ -293,7 +292,7 @@ class ChunkPublisher {
         const int64_t row = arch::shfl(kFullMask, first_rows_.row(), peer);
         const PeerOutput& output = outputs_[peer];
         if (ordinal < 0 || ordinal >= output.num_rows) continue;
-        meta.store(args_, experts, token, peer, output, ordinal, row);
+        meta.store(args_, token, peer, output, ordinal, row);
       }
     }
   }

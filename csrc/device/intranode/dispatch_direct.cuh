@@ -126,7 +126,6 @@ template <class Form>
 DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* outputs, int warp,
                               int num_warps) {
   const World& world = args.world;
-  const ExpertMap experts{args.num_experts, world.num_ranks};
   constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
   const int lane = arch::lane_idx();
   FinalRows rows(args, min_of(lane, world.num_ranks - 1));
@@ -144,9 +143,9 @@ DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* output
       const PeerOutput& output = outputs[peer];
       if (row < 0 || row >= output.num_rows) continue;
       if (is_in_registers) {
-        meta.store(args, experts, token, peer, output, row);
+        meta.store(args, token, peer, output, row);
       } else {
-        store_token_meta<kScales>(args, experts, token, peer, output, row);
+        store_token_meta<kScales>(args, token, peer, output, row);
       }
     }
   }

@@ -72,10 +72,10 @@ class TokenScales {
 
 // One warp: writes all metadata of `token` for rank `dst`, at row `row` of its outputs.
 template <ScaleSource kSource>
-DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& experts, int token,
-                                int dst, const PeerOutput& output, int64_t row) {
+DC_DEVICE void store_token_meta(const DispatchArgs& args, int token, int dst,
+                                const PeerOutput& output, int64_t row) {
   const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
-  const int first = experts.first_expert(dst), count = experts.num_local_experts(dst);
+  const int first = args.experts.first_expert(dst), count = args.experts.num_local_experts(dst);
   for (int k = lane; k < num_topk; k += kWarpSize) {
     const int64_t position = static_cast<int64_t>(token) * num_topk + k;
     const int local = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
@@ -111,12 +111,12 @@ class TokenMeta {
     scales_.load(args, token);
   }
 
-  DC_DEVICE void store(const DispatchArgs& args, const ExpertMap& experts, int token, int dst,
-                       const PeerOutput& output, int64_t row) const {
+  DC_DEVICE void store(const DispatchArgs& args, int token, int dst, const PeerOutput& output,
+                       int64_t row) const {
     const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
     if (lane < num_topk) {
-      const int local = expert_.value(args.topk_idx_bytes) - experts.first_expert(dst);
-      const bool is_here = local >= 0 && local < experts.num_local_experts(dst);
+      const int local = expert_.value(args.topk_idx_bytes) - args.experts.first_expert(dst);
+      const bool is_here = local >= 0 && local < args.experts.num_local_experts(dst);
       store_expert(output.topk_idx, row * num_topk + lane, args.topk_idx_bytes,
                    is_here ? local : -1);
       if (args.topk_weights != nullptr) {
@@ -152,10 +152,10 @@ class ExpandedMeta {
     if (TokenScales<kSource>::fits(args)) scales_.load(args, token);
   }
 
-  DC_DEVICE void store(const DispatchArgs& args, const ExpertMap& experts, int token, int dst,
-                       const PeerOutput& output, int64_t ordinal, int64_t first_row) const {
+  DC_DEVICE void store(const DispatchArgs& args, int token, int dst, const PeerOutput& output,
+                       int64_t ordinal, int64_t first_row) const {
     const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
-    const int first = experts.first_expert(dst), count = experts.num_local_experts(dst);
+    const int first = args.experts.first_expert(dst), count = args.experts.num_local_experts(dst);
     DC_UNROLL
     for (int idx = 0; idx < kEntriesOfLane; ++idx) {
       const int k = idx * kWarpSize + lane;

@@ -78,7 +78,7 @@ DC_DEVICE void TokenSource<Form>::write_meta(uint8_t* meta, int token) const {
       gather_element(dst, args_.x_scales + position * args_.scale_bytes, args_.scale_bytes);
     }
   }
-  const ExpertMap experts{args_.num_experts, args_.world.num_ranks};
+  const ExpertMap& experts = args_.experts;
   const int first = experts.first_expert(dst_), count = experts.num_local_experts(dst_);
   int32_t* local_experts = reinterpret_cast<int32_t*>(meta + message.topk_idx_offset);
   float* weights = reinterpret_cast<float*>(meta + message.topk_weights_offset);
@@ -235,7 +235,6 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
 template <class Form>
 DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, int64_t first_row) {
   const World& world = args.world;
-  const ExpertMap experts{args.num_experts, world.num_ranks};
   const PeerOutput output{args.recv_x,
                           args.recv_x_scales,
                           static_cast<uint8_t*>(args.recv_topk_idx),
@@ -259,14 +258,14 @@ DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, in
       if (part == 0) {
         ExpandedMeta<kScales> meta;
         meta.load(args, token);
-        meta.store(args, experts, token, world.rank, output, ordinal, row);
+        meta.store(args, token, world.rank, output, ordinal, row);
       }
       if (row < 0 || row >= args.num_recv_rows) continue;
     }
     copy_vecs<kRows>(args.recv_x + row * args.message.row_bytes + offset,
                      tokens.row(token) + offset, num_vecs);
     if (!Form::kExpanded && part == 0)
-      store_token_meta<kScales>(args, experts, token, world.rank, output, row);
+      store_token_meta<kScales>(args, token, world.rank, output, row);
   }
 }
 

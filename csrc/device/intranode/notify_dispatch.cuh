@@ -161,7 +161,7 @@ DC_DEVICE int32_t take_total(const NotifyArgs& args, int idx) {
 // stored where it is needed.
 DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
-  const PreparedExpertMap& experts = args.experts;
+  const ExpertMap& experts = args.experts;
   const int num_ranks = world.num_ranks;
   const int num_words = kNumHeaderFields + num_ranks + experts.num_experts;
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
@@ -301,7 +301,7 @@ DC_DEVICE bool write_totals(const Context& context, const NotifyArgs& args,
 
 DC_DEVICE void write_expert_counts(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
-  const PreparedExpertMap& experts = args.experts;
+  const ExpertMap& experts = args.experts;
   for (int expert = arch::thread_idx(); expert < experts.num_local_experts(world.rank);
        expert += arch::num_threads()) {
     const int position = kNumHeaderFields + world.num_ranks + expert;
@@ -350,7 +350,7 @@ DC_DEVICE void write_channel_prefix(const NotifyArgs& args) {
 DC_DEVICE void write_expansion(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
   const ExpansionArgs& out = args.expansion;
-  const PreparedExpertMap& experts = args.experts;
+  const ExpertMap& experts = args.experts;
   const int lane = arch::lane_idx();
   for (int dst = arch::warp_idx(); dst < world.num_ranks; dst += arch::num_warps()) {
     const int first = experts.first_expert(dst), count = experts.num_local_experts(dst);

@@ -17,17 +17,16 @@
 
 namespace deep_comm {
 
-// `Args`: of this kernel, or of number_received.
-template <class Args>
-DC_DEVICE int selected_expert(const Args& args, int64_t position) {
+DC_DEVICE int selected_expert(const NumberReceivedArgs& args, int64_t position) {
   const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
   return expert >= 0 && expert < args.num_experts ? expert : -1;
 }
 // An expert of an absent rank counts as none.
 DC_DEVICE int selected_expert(const NumberRowsArgs& args, int64_t position) {
-  const int expert = selected_expert<NumberRowsArgs>(args, position);
-  const ExpertMap experts{args.num_experts, args.world.num_ranks};
-  return expert >= 0 && args.world.is_absent(experts.rank_of(expert)) ? -1 : expert;
+  const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
+  const bool is_one = expert >= 0 && expert < args.experts.num_experts &&
+                      !args.world.is_absent(args.experts.rank_of(expert));
+  return is_one ? expert : -1;
 }
 
 // One warp: rows[position] of top-k entries [begin, end), in order.
@@ -67,7 +66,8 @@ DC_DEVICE void number_rows(const NumberRowsArgs& args) {
   const int end_token = min_of(first_token + args.tokens_per_block, args.num_tokens);
   const int64_t begin = static_cast<int64_t>(first_token) * num_topk;
   const int64_t end = static_cast<int64_t>(end_token) * num_topk;
-  for (int expert = arch::thread_idx(); expert < args.num_experts; expert += arch::num_threads()) {
+  for (int expert = arch::thread_idx(); expert < args.experts.num_experts;
+       expert += arch::num_threads()) {
     next_rows[expert] = static_cast<uint32_t>(arch::ld_nc(args.first_rows + expert));
   }
   arch::sync_block();
@@ -78,7 +78,6 @@ DC_DEVICE void number_rows(const NumberRowsArgs& args) {
   arch::sync_block();
   if (arch::warp_idx() == 0) number_topk_entries(args, args.send_rows, next_rows, begin, end);
   arch::sync_block();
-  const ExpertMap map{args.num_experts, num_ranks};
   for (int idx = arch::thread_idx(); idx < (end_token - first_token) * num_ranks;
        idx += arch::num_threads()) {
     const int token = first_token + idx / num_ranks, rank = idx % num_ranks;
@@ -86,7 +85,7 @@ DC_DEVICE void number_rows(const NumberRowsArgs& args) {
     for (int k = 0; k < num_topk && row < 0; ++k) {
       const int64_t position = static_cast<int64_t>(token) * num_topk + k;
       const int expert = selected_expert(args, position);
-      if (expert >= 0 && map.rank_of(expert) == rank)
+      if (expert >= 0 && args.experts.rank_of(expert) == rank)
         row = arch::ld_weak(args.send_rows + position);
     }
     arch::st_weak(args.send_row + static_cast<int64_t>(token) * num_ranks + rank, row);

@@ -1,5 +1,5 @@
-// Many small numbers divided by the same one: a multiplication each. GPUs have no instruction for
-// division.
+// Division by a number of the call. GPUs have no instruction for it: many small numbers divided by the
+// same one take a multiplication each, and what can be a power of two is one.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -20,5 +20,10 @@ struct Divisor {
     return static_cast<int>((static_cast<float>(numerator) + 0.5f) * inverse);
   }
 };
+
+// The least shift with 1 << shift >= value, which is at least 1.
+DC_DEVICE int shift_for(int value) {
+  return kWarpSize - arch::clz(static_cast<uint32_t>(value - 1));
+}
 
 }  // namespace deep_comm

@@ -7,28 +7,9 @@
 
 namespace deep_comm {
 
-struct ExpertMap {
-  int num_experts;
-  int num_ranks;
-
-  DC_HOST_DEVICE int first_expert(int rank) const {
-    const int base = num_experts / num_ranks, extra = num_experts % num_ranks;
-    return rank * base + min_of(rank, extra);
-  }
-  DC_HOST_DEVICE int num_local_experts(int rank) const {
-    return num_experts / num_ranks + (rank < num_experts % num_ranks ? 1 : 0);
-  }
-  // expert must lie in [0, num_experts).
-  DC_HOST_DEVICE int rank_of(int expert) const {
-    const int base = num_experts / num_ranks, extra = num_experts % num_ranks;
-    const int in_larger = extra * (base + 1);
-    return expert < in_larger ? expert / (base + 1) : extra + (expert - in_larger) / base;
-  }
-};
-
-// The same with its divisions done on the host, when a kernel's arguments are filled in. For fewer
+// Made on the host, when a kernel's arguments are filled in, so that kernels do not divide. For fewer
 // than Divisor::kMaxNumerator experts.
-struct PreparedExpertMap {
+struct ExpertMap {
   int num_experts;
   int num_ranks;
   int base;       // experts of a rank that holds fewer
@@ -37,10 +18,10 @@ struct PreparedExpertMap {
   Divisor by_base;
   Divisor by_larger;
 
-  DC_HOST_DEVICE static PreparedExpertMap make(const ExpertMap& map) {
-    const int base = map.num_experts / map.num_ranks, extra = map.num_experts % map.num_ranks;
-    return {map.num_experts,
-            map.num_ranks,
+  static ExpertMap make(int num_experts, int num_ranks) {
+    const int base = num_experts / num_ranks, extra = num_experts % num_ranks;
+    return {num_experts,
+            num_ranks,
             base,
             extra,
             extra * (base + 1),

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "device/arch/types.cuh"
+#include "device/layout/divisor.cuh"
 #include "device/layout/region.cuh"
 
 namespace deep_comm {
@@ -54,15 +55,15 @@ inline constexpr int kMaxRailChunks = 4096;  // of one node's rows to another
 // receiver.
 struct RailChunks {
   int num_rows;
-  int chunk_rows;
+  int shift;  // 1 << shift rows, of the last chunk perhaps fewer
 
-  DC_HOST_DEVICE static RailChunks of(int num_rows, int min_chunk_rows) {
-    return {num_rows, max_of(min_chunk_rows, ceil_div(num_rows, kMaxRailChunks))};
+  DC_DEVICE static RailChunks of(int num_rows, int min_chunk_rows) {
+    return {num_rows, shift_for(max_of(min_chunk_rows, ceil_div(num_rows, kMaxRailChunks)))};
   }
-  DC_HOST_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
-  DC_HOST_DEVICE int rows_of(int chunk) const {
-    return min_of(chunk_rows, num_rows - chunk * chunk_rows);
-  }
+  DC_DEVICE int num_chunks() const { return (num_rows + (1 << shift) - 1) >> shift; }
+  DC_DEVICE int chunk_of(int row) const { return row >> shift; }
+  DC_DEVICE int first_row(int chunk) const { return chunk << shift; }
+  DC_DEVICE int rows_of(int chunk) const { return min_of(1 << shift, num_rows - first_row(chunk)); }
 };
 
 // What a kernel does only if all ranks of the group can. Bits, so that offers are combined by

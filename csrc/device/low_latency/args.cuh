@@ -97,7 +97,7 @@ struct LowLatencyDispatchArgs {
   World world;
   LowLatencyRegion region;
   LowLatencyShape shape;
-  PreparedExpertMap experts;
+  ExpertMap experts;
   uint32_t signature;  // 16 bits: what must be equal on all ranks
   Phases phases;
   bool can_shrink;        // a silent rank is masked, and the call goes on without it
@@ -127,7 +127,7 @@ struct LowLatencyCombineArgs {
   World world;
   LowLatencyRegion region;
   LowLatencyShape shape;
-  PreparedExpertMap experts;
+  ExpertMap experts;
   uint32_t signature;
   Phases phases;
   bool can_shrink;  // a silent rank is masked, and the call goes on without it

@@ -409,7 +409,7 @@ DC_DEVICE bool is_repeated(int value) {
 }
 
 // The bit of an expert's rank. A warp combines those of a token's entries.
-DC_DEVICE uint32_t rank_bit(const PreparedExpertMap& experts, int expert) {
+DC_DEVICE uint32_t rank_bit(const ExpertMap& experts, int expert) {
   return expert >= 0 && expert < experts.num_experts ? 1u << experts.rank_of(expert) : 0u;
 }
 

@@ -27,7 +27,7 @@ DC_DEVICE ReturnRows return_rows(const LowLatencyRailCombineArgs& args) {
 
 // One warp: the ranks of a token's experts.
 DC_DEVICE TokenRanks find_ranks(const LowLatencyRailCombineArgs& args, int token) {
-  const ExpertMap map{args.shape.num_experts, args.reach.group.num_ranks};
+  const ExpertMap& map = args.experts;
   return TokenRanks::make(args.shape.num_topk, [&](int k, int /*part*/) {
     const int64_t position = static_cast<int64_t>(token) * args.shape.num_topk + k;
     const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);

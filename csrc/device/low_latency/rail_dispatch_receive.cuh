@@ -222,8 +222,7 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx(), source = source_of(task),
             slot = token_of(task);
   const int num_slots = group.num_ranks * args.shape.num_max_tokens;
-  const ExpertMap map{args.shape.num_experts, group.num_ranks};
-  const int first_expert = map.first_expert(group.rank);
+  const int first_expert = args.experts.first_expert(group.rank);
   const LowLatencySlot layout = LowLatencySlot::of(args.shape);
   const uint32_t* first_rows = memory.counters + source * (1 + num_local);
   const int64_t slot_idx = static_cast<int64_t>(source) * args.shape.num_max_tokens + slot;
@@ -236,7 +235,7 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
   }
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     const int expert = Route::unpack(taken.routes[part]).local_expert;
-    return expert < 0 ? -1 : map.rank_of(expert);
+    return expert < 0 ? -1 : args.experts.rank_of(expert);
   });
   const int num_forwards =
       is_direct ? find_forwards(group, buffer, memory, taken, ranks, layout, source) : 0;
@@ -424,8 +423,7 @@ DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRail
                                 const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
-  const int num_local =
-      ExpertMap{args.shape.num_experts, group.num_ranks}.num_local_experts(group.rank);
+  const int num_local = args.experts.num_local_experts(group.rank);
   // Compact rows need only the counts of rows. The counts of experts are for block 0, which writes
   // them.
   const int num_columns = args.out.is_compact && arch::block_idx() != 0 ? 1 : 1 + num_local;

@@ -34,7 +34,7 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBl
   uint32_t* counters = memory.counters;
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const LowLatencyGroup& group = args.reach.group;
-  const ExpertMap map{num_experts, group.num_ranks};
+  const ExpertMap& map = args.experts;
   for (int64_t idx = static_cast<int64_t>(begin) * num_topk + arch::thread_idx();
        idx < static_cast<int64_t>(end) * num_topk; idx += arch::num_threads()) {
     const int expert = rail_expert(args, idx);
@@ -68,7 +68,7 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const LowLatencyGroup& group = args.reach.group;
   const LowLatencySlot slot = LowLatencySlot::of(args.shape);
-  const ExpertMap map{num_experts, group.num_ranks};
+  const ExpertMap& map = args.experts;
   Vec16* routes = buffer.own<Vec16>(buffer.slot_staged(token));
   uint32_t* words = buffer.own<uint32_t>(buffer.slot_staged(token) + slot.words_offset());
   const int64_t first = static_cast<int64_t>(token) * num_topk;
@@ -196,7 +196,7 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
   using Words = LowLatencyRailWords;
   const LowLatencyGroup& group = args.reach.group;
   const int num_experts = args.shape.num_experts, num_ranks = group.num_ranks;
-  const ExpertMap map{num_experts, num_ranks};
+  const ExpertMap& map = args.experts;
   for (int idx = arch::thread_idx(); idx < num_experts + 3 * num_ranks;
        idx += arch::num_threads()) {
     const bool is_expert = idx < num_experts;

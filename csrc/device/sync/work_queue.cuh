@@ -23,6 +23,10 @@ class WorkQueue {
       ++num_taken_;
       take_ahead();
     }
+    return taken(index);
+  }
+  // The same for an item that `at` has returned before.
+  DC_DEVICE int taken(uint32_t index) const {
     return arch::shfl(kFullMask, items_, index % kWarpSize);
   }
 

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/layout/expert_map.cuh"
 #include "host/calls/plans_in_node.hpp"
 #include "host/dispatch_record.hpp"
 #include "host/engine_calls.hpp"
@@ -40,9 +41,9 @@ struct GroupShape {
   int num_max_experts = 1;
 
   bool is_internode() const { return num_nodes > 1; }
-  // Ranks hold contiguous experts; the first num_experts % num_ranks hold one more.
+  ExpertMap experts(int num_experts) const { return ExpertMap::make(num_experts, num_ranks); }
   int num_local_experts(int num_experts) const {
-    return num_experts / num_ranks + (rank < num_experts % num_ranks ? 1 : 0);
+    return experts(num_experts).num_local_experts(rank);
   }
 };
 

@@ -23,14 +23,14 @@ bool can_be_direct(bool is_expanded, int64_t num_tokens) {
 
 // What every dispatch tells its kernel.
 DispatchArgs common_args(const DispatchPlan& plan, const Payload& payload,
-                         const RoutingAddresses& routing, int num_experts,
+                         const RoutingAddresses& routing, const ExpertMap& experts,
                          const DispatchOutputs& out) {
   const size_t output_offset =
       can_be_direct(plan.options.is_expanded, payload.num_tokens) ? out.output_offset : 0;
   DispatchArgs args = plan.variant(output_offset != 0).args;
   args.output_line = line_of(output_offset);
   args.src_line = line_of(out.src_offset);
-  args.num_experts = num_experts;
+  args.experts = experts;
   args.is_token_in_rank = pointer_of<uint8_t>(routing.is_token_in_rank);
   args.send_head = pointer_of<int32_t>(routing.send_head);
   args.rank_prefix_matrix = pointer_of<int32_t>(routing.rank_prefix);
@@ -91,8 +91,8 @@ class LaunchedCachedDispatch : public ReservedCachedDispatch {
   explicit LaunchedCachedDispatch(ReservedCachedDispatch&& reserved)
       : ReservedCachedDispatch(std::move(reserved)) {
     const DispatchRecord& handle = *handle_;
-    DispatchArgs args =
-        common_args(plan_->dispatch, payload_, handle.routing, handle.num_experts, out_);
+    DispatchArgs args = common_args(plan_->dispatch, payload_, handle.routing,
+                                    context_.group.experts(handle.num_experts), out_);
     if (handle.expansion) {
       args.send_row = pointer_of<int32_t>(handle.expansion->send_row);
       args.num_expanded = pointer_of<int32_t>(handle.expansion->num_expanded);
@@ -276,7 +276,8 @@ class ReservedDispatch : public CheckedDispatch {
   }
 
   DispatchArgs dispatch_args(bool is_speculative) const {
-    DispatchArgs args = common_args(plan->dispatch, payload, addresses, routing.num_experts, out);
+    DispatchArgs args = common_args(plan->dispatch, payload, addresses,
+                                    context->group.experts(routing.num_experts), out);
     args.follows_notify = true;
     args.is_speculative = is_speculative;
     args.fill_tail = is_bounded();

@@ -27,7 +27,7 @@ void number_rows(CallContext& context, const Numbering& numbering, const Selecti
   args.topk_idx_bytes = selections.topk_idx_bytes;
   args.num_tokens = static_cast<int>(selections.num_tokens);
   args.num_topk = selections.num_topk;
-  args.num_experts = selections.num_experts;
+  args.experts = context.group.experts(selections.num_experts);
   args.first_rows = pointer_of<int32_t>(numbering.at(layout.first_rows));
   args.send_row = pointer_of<int32_t>(numbering.at(layout.send_row));
   args.send_rows = pointer_of<int32_t>(numbering.at(layout.send_rows));

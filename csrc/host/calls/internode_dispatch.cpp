@@ -36,7 +36,7 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   args.fill_tail = movement.fill_tail;
   args.zero_tail = movement.zero_tail;
   args.is_early = movement.is_early;
-  args.num_experts = movement.num_experts;
+  args.experts = context.group.experts(movement.num_experts);
   args.is_token_in_rank = pointer_of<uint8_t>(routing.is_token_in_rank);
   args.send_node_head = pointer_of<int32_t>(routing.send_node_head);
   args.recv_node_channel_prefix = pointer_of<int32_t>(routing.recv_node_prefix);
@@ -329,7 +329,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
     field(RailField::kScaleRowBytes) = form.scale_row_bytes();
     field(RailField::kCast) = form.cast();
     field(RailField::kHasWeights) = routing_.has_weights();
-    args.num_experts = routing_.num_experts;
+    args.experts = context_.group.experts(routing_.num_experts);
     args.expert_alignment = routing_.expert_alignment;
     args.num_tokens_per_expert = pointer_of<int32_t>(num_tokens_per_expert_);
     args.node_channel_prefix = pointer_of<int32_t>(addresses_.node_prefix);

@@ -13,7 +13,7 @@ void launch_layout(CallContext& context, const TensorRef& topk_idx, int num_expe
     args.topk_idx_bytes = topk_idx.type.num_bytes;
     args.num_tokens = num_tokens;
     args.num_topk = num_topk;
-    args.experts = PreparedExpertMap::make({num_experts, context.group.num_ranks});
+    args.experts = context.group.experts(num_experts);
     args.num_tokens_per_rank = pointer_of<int32_t>(out.num_tokens_per_rank);
     args.num_tokens_per_node = pointer_of<int32_t>(out.num_tokens_per_node);
     args.num_tokens_per_expert = pointer_of<int32_t>(out.num_tokens_per_expert);
