@@ -12,6 +12,7 @@
 
 #include "device/internode/tiers.cuh"
 #include "device/layout/channel_range.cuh"
+#include "device/layout/prefix_sum.cuh"
 #include "device/sync/publisher.cuh"
 
 namespace deep_comm {
@@ -57,12 +58,7 @@ struct StagedTables {
       const int end = is_source ? arch::ld_nc(args.recv_rank_prefix_sum + source) : 0;
       const int begin =
           is_source && source > 0 ? arch::ld_nc(args.recv_rank_prefix_sum + source - 1) : 0;
-      int sum = end - begin;
-      DC_NO_UNROLL
-      for (int delta = 1; delta < kWarpSize; delta *= 2) {
-        const int lower = arch::shfl_up(kFullMask, sum, delta);
-        if (lane >= delta) sum += lower;
-      }
+      const int sum = prefix_sum(end - begin);
       const PairChunks chunks = PairChunks::of(arch::shfl(kFullMask, sum, num_nodes - 1));
       int most = 0;
       if (is_source && lane != args.tiers.rail.node) most = chunks.count(sum - (end - begin), sum);

@@ -23,6 +23,7 @@
 
 #include "device/internode/tiers.cuh"
 #include "device/layout/expert_map.cuh"
+#include "device/layout/prefix_sum.cuh"
 
 namespace deep_comm {
 
@@ -101,7 +102,7 @@ DC_DEVICE void send_counts_to_nodes(const InternodeNotifyArgs& args, int parity)
   }
 }
 
-// Round two: gives every local rank its part of what arrived from every node.
+// Round two: gives every local rank its part of what arrived from every node. A warp per part.
 DC_DEVICE void forward_counts(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
@@ -109,57 +110,63 @@ DC_DEVICE void forward_counts(const InternodeNotifyArgs& args, int parity) {
   const CountsOffsets offsets{num_channels, num_local};
   const ExpertMap& experts = args.experts;
   const int first_rank = args.tiers.rail.node * num_local;
-  for (int node = 0; node < args.tiers.num_nodes(); ++node) {
+  for (int part = arch::warp_idx(); part < args.tiers.num_ranks(); part += arch::num_warps()) {
+    const int node = part / num_local, local = part - node * num_local;
     const int source = node * num_local + world.rank;
     const int32_t* in = counts_at(world, world.rank, layout.received_counts_of(parity, node));
-    for (int local = 0; local < num_local; ++local) {
-      int32_t* out = counts_at(world, local, layout.rank_counts_of(parity, source));
-      const int skipped =
-          experts.first_expert(first_rank + local) - experts.first_expert(first_rank);
-      const int num_words = offsets.own_experts() + experts.num_local_experts(first_rank + local);
-      for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
-        const int from = idx < offsets.own_prefix() ? idx
-                         : idx < offsets.own_experts()
-                             ? offsets.rank_prefix(local) + idx - offsets.own_prefix()
-                             : offsets.node_experts() + skipped + idx - offsets.own_experts();
-        arch::st_weak(out + idx, arch::ld_weak(in + from));
-      }
+    int32_t* out = counts_at(world, local, layout.rank_counts_of(parity, source));
+    const int skipped = experts.first_expert(first_rank + local) - experts.first_expert(first_rank);
+    const int num_words = offsets.own_experts() + experts.num_local_experts(first_rank + local);
+    for (int idx = arch::lane_idx(); idx < num_words; idx += kWarpSize) {
+      const int from = idx < offsets.own_prefix() ? idx
+                       : idx < offsets.own_experts()
+                           ? offsets.rank_prefix(local) + idx - offsets.own_prefix()
+                           : offsets.node_experts() + skipped + idx - offsets.own_experts();
+      arch::st_weak(out + idx, arch::ld_weak(in + from));
     }
   }
 }
 
-// Compares every rank's header with this rank's; a source per thread.
-DC_DEVICE void check_rail_headers(const Context& node, const InternodeNotifyArgs& args,
-                                  int parity) {
+// One lane: source's header differs from this rank's.
+DC_DEVICE_COLD void report_rail_header(const Context& node, const InternodeNotifyArgs& args,
+                                       int source, int field, int32_t theirs) {
   Context context = node;
   context.names.first = 0;  // sources have their names in the group
-  const World& world = args.world;
-  for (int source = arch::thread_idx(); source < args.tiers.num_ranks();
-       source += arch::num_threads()) {
-    const int32_t* header =
-        counts_at(world, world.rank, args.tiers.rail.layout.rank_counts_of(parity, source));
-    for (int field = 0; field < static_cast<int>(RailField::kNumTokens); ++field) {
-      const int32_t theirs = arch::ld_weak(header + field);
-      if (field == static_cast<int>(RailField::kBadExpertIndex)) {
-        if (theirs == 0) continue;
-        report_error(context, {ErrorKind::kExpertIndex,
-                               {Stage::kCheckArguments, Word::kTopkIdx, source, -1},
-                               0,
-                               static_cast<uint64_t>(args.experts.num_experts),
-                               0,
-                               -1});
-        abort_rank(context);
-      } else if (theirs != args.header.fields[field]) {
-        report_error(context,
-                     {ErrorKind::kConfigMismatch,
-                      {Stage::kCounts, Word::kRailHeader, source, field},
-                      static_cast<uint64_t>(static_cast<int64_t>(theirs)),
-                      static_cast<uint64_t>(static_cast<int64_t>(args.header.fields[field])),
-                      0,
-                      -1});
-        abort_rank(context);
-      }
-    }
+  ErrorReport error{ErrorKind::kConfigMismatch,
+                    {Stage::kCounts, Word::kRailHeader, source, field},
+                    static_cast<uint64_t>(static_cast<int64_t>(theirs)),
+                    static_cast<uint64_t>(static_cast<int64_t>(args.header.fields[field])),
+                    0,
+                    -1};
+  if (field == static_cast<int>(RailField::kBadExpertIndex)) {
+    error = {ErrorKind::kExpertIndex,
+             {Stage::kCheckArguments, Word::kTopkIdx, source, -1},
+             0,
+             static_cast<uint64_t>(args.experts.num_experts),
+             0,
+             -1};
+  }
+  report_error(context, error);
+  abort_rank(context);
+}
+
+// Compares every rank's header with this rank's: a source per warp, a field per lane.
+DC_DEVICE void check_rail_headers(const Context& node, const InternodeNotifyArgs& args,
+                                  int parity) {
+  constexpr int kNumFields = static_cast<int>(RailField::kNumTokens);  // that are compared
+  static_assert(kNumFields <= kWarpSize);
+  const int field = arch::lane_idx();
+  // A rank that has found an index out of range says so with 1.
+  const int32_t own = field >= kNumFields || field == static_cast<int>(RailField::kBadExpertIndex)
+                          ? 0
+                          : args.header.fields[field];
+  for (int source = arch::warp_idx(); source < args.tiers.num_ranks();
+       source += arch::num_warps()) {
+    const int32_t* header = counts_at(args.world, args.world.rank,
+                                      args.tiers.rail.layout.rank_counts_of(parity, source));
+    const int32_t theirs = field < kNumFields ? arch::ld_weak(header + field) : 0;
+    const uint32_t differing = arch::ballot(kFullMask, theirs != own);
+    if (field == arch::ffs(differing) - 1) report_rail_header(node, args, source, field, theirs);
   }
 }
 
@@ -199,32 +206,39 @@ DC_DEVICE void write_forward_prefixes(const InternodeNotifyArgs& args, int parit
   }
 }
 
-// What the node's ranks return in combine: rows that this rank forwards, by node and channel. The
-// whole block, after write_forward_prefixes.
+// What the node's ranks return in combine: how many rows that this rank forwards come before those of
+// a node, for each local rank.
+DC_DEVICE void write_forward_sums(const InternodeNotifyArgs& args, int parity) {
+  const World& world = args.world;
+  const RailLayout& layout = args.tiers.rail.layout;
+  const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
+  const CountsOffsets offsets{args.num_channels, num_local};
+  for (int local = arch::thread_idx(); local < num_local; local += arch::num_threads()) {
+    int32_t sum = 0;
+    for (int node = 0; node < num_nodes; ++node) {
+      arch::st_weak(args.forward_slots + node * num_local + local, sum);
+      sum += arch::ld_weak(counts_at(world, world.rank, layout.received_counts_of(parity, node)) +
+                           offsets.rank_prefix(local) + args.num_channels - 1);
+    }
+    arch::st_weak(args.forward_slots + num_nodes * num_local + local, sum);
+  }
+}
+
+// The same by channel. The whole block, after a barrier behind write_forward_prefixes and
+// write_forward_sums.
 DC_DEVICE void write_forward_slots(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
   const int num_channels = args.num_channels;
   const CountsOffsets offsets{num_channels, num_local};
-  const auto prefix_of = [&](int node, int local) {
-    return counts_at(world, world.rank, layout.received_counts_of(parity, node)) +
-           offsets.rank_prefix(local);
-  };
-  for (int local = arch::thread_idx(); local < num_local; local += arch::num_threads()) {
-    int32_t sum = 0;
-    for (int node = 0; node < num_nodes; ++node) {
-      arch::st_weak(args.forward_slots + node * num_local + local, sum);
-      sum += arch::ld_weak(prefix_of(node, local) + num_channels - 1);
-    }
-    arch::st_weak(args.forward_slots + num_nodes * num_local + local, sum);
-  }
-  arch::sync_block();  // these sums, and combine_start
   for (int idx = arch::thread_idx(); idx < num_channels * num_nodes * num_local;
        idx += arch::num_threads()) {
     const int local = idx % num_local, node = idx / num_local % num_nodes;
     const int channel = idx / num_local / num_nodes;
-    const int32_t before = channel == 0 ? 0 : arch::ld_weak(prefix_of(node, local) + channel - 1);
+    const int32_t* prefix = counts_at(world, world.rank, layout.received_counts_of(parity, node)) +
+                            offsets.rank_prefix(local);
+    const int32_t before = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
     arch::st_weak(args.forward_slots + (num_nodes + 1) * num_local + idx,
                   arch::ld_weak(args.forward_slots + node * num_local + local) + before -
                       arch::ld_weak(args.combine_start + idx));
@@ -243,39 +257,47 @@ DC_DEVICE void write_forward_slots(const InternodeNotifyArgs& args, int parity) 
 DC_DEVICE void write_receive_prefixes(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
-  const int num_ranks = args.tiers.num_ranks(), num_channels = args.num_channels;
-  const CountsOffsets offsets{num_channels, args.tiers.ranks_per_node()};
+  const int num_ranks = args.tiers.num_ranks();
+  const CountsOffsets offsets{args.num_channels, args.tiers.ranks_per_node()};
   int32_t before = 0, max_num_tokens = 0;
   for (int base = 0; base < num_ranks; base += kWarpSize) {
     const int source = base + arch::lane_idx();
     int32_t count = 0, num_tokens = 0;
-    const int32_t* counts = nullptr;
     if (source < num_ranks) {
-      counts = counts_at(world, world.rank, layout.rank_counts_of(parity, source));
-      count = arch::ld_weak(counts + offsets.own_prefix() + num_channels - 1);
+      const int32_t* counts = counts_at(world, world.rank, layout.rank_counts_of(parity, source));
+      count = arch::ld_weak(counts + offsets.own_prefix() + args.num_channels - 1);
       num_tokens = arch::ld_weak(counts + static_cast<int>(RailField::kNumTokens));
     }
-    int32_t inclusive = count;
-    for (int delta = 1; delta < kWarpSize; delta *= 2) {
-      const int32_t lower = arch::shfl_up(kFullMask, inclusive, delta);
-      if (arch::lane_idx() >= delta) inclusive += lower;
-      num_tokens = max_of(num_tokens, arch::shfl_xor(kFullMask, num_tokens, delta));
-    }
-    max_num_tokens = max_of(max_num_tokens, num_tokens);
+    const int32_t inclusive = prefix_sum(count);
+    max_num_tokens = max_of(max_num_tokens, arch::reduce_max(kFullMask, num_tokens));
     if (source < num_ranks) {
       arch::st_weak(args.recv_rank_prefix_sum + source, before + inclusive);
       arch::st_weak(args.num_recv_tokens_per_rank + source, count);
-      int32_t start = before + inclusive - count;
-      for (int channel = 0; channel < num_channels; ++channel) {
-        arch::st_weak(args.recv_rank_channel_start + source * num_channels + channel, start);
-        start = before + inclusive - count + arch::ld_weak(counts + offsets.own_prefix() + channel);
-      }
     }
     before += arch::shfl(kFullMask, inclusive, kWarpSize - 1);
   }
   if (arch::lane_idx() == 0) {
     arch::st_relaxed_sys(&args.counts->num_recv_tokens, before);
     arch::st_relaxed_sys(&args.counts->max_num_tokens, max_num_tokens);
+  }
+}
+
+// Where each source's rows of each channel begin. A warp per source, after a barrier behind
+// write_receive_prefixes.
+DC_DEVICE void write_channel_starts(const InternodeNotifyArgs& args, int parity) {
+  const World& world = args.world;
+  const CountsOffsets offsets{args.num_channels, args.tiers.ranks_per_node()};
+  for (int source = arch::warp_idx(); source < args.tiers.num_ranks();
+       source += arch::num_warps()) {
+    const int32_t first = source == 0 ? 0 : arch::ld_weak(args.recv_rank_prefix_sum + source - 1);
+    const int32_t* prefix =
+        counts_at(world, world.rank, args.tiers.rail.layout.rank_counts_of(parity, source)) +
+        offsets.own_prefix();
+    for (int channel = arch::lane_idx(); channel < args.num_channels; channel += kWarpSize) {
+      const int32_t before = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
+      arch::st_weak(args.recv_rank_channel_start + source * args.num_channels + channel,
+                    first + before);
+    }
   }
 }
 
@@ -323,10 +345,13 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
   arch::sync_block();
   if (*flag == 0) return false;
   check_rail_headers(contexts.node, args, parity);
+  if (arch::warp_idx() == arch::num_warps() - 1) write_receive_prefixes(args, parity);
+  write_forward_sums(args, parity);
   write_forward_prefixes(args, parity);
-  write_forward_slots(args, parity);
-  if (arch::warp_idx() == 0) write_receive_prefixes(args, parity);
   write_expert_totals(args, parity);
+  arch::sync_block();  // the sums, and combine_start
+  write_channel_starts(args, parity);
+  write_forward_slots(args, parity);
   // order-proof: before a release for the host, see there; is_aborted is for headers that differ
   arch::sync_block();
   return true;

@@ -38,6 +38,7 @@
 #include "device/intranode/count_tokens.cuh"
 #include "device/intranode/dispatch_output.cuh"
 #include "device/layout/channel_range.cuh"
+#include "device/layout/prefix_sum.cuh"
 #include "device/sync/generation.cuh"
 
 namespace deep_comm {
@@ -334,11 +335,8 @@ DC_DEVICE void write_channel_prefix(const NotifyArgs& args) {
     int32_t before = 0;
     for (int base = 0; base < args.num_channels; base += kWarpSize) {
       const int channel = base + arch::lane_idx();
-      int32_t sum = channel < args.num_channels ? arch::ld_relaxed_gpu(row + channel) : 0;
-      for (int delta = 1; delta < kWarpSize; delta *= 2) {
-        const int32_t lower = arch::shfl_up(kFullMask, sum, delta);
-        if (arch::lane_idx() >= delta) sum += lower;
-      }
+      const int32_t sum =
+          prefix_sum(channel < args.num_channels ? arch::ld_relaxed_gpu(row + channel) : 0);
       if (channel < args.num_channels) arch::st_weak(row + channel, before + sum);
       before += arch::shfl(kFullMask, sum, kWarpSize - 1);
     }
@@ -365,11 +363,7 @@ DC_DEVICE void write_expansion(const Context& context, const NotifyArgs& args) {
             arch::ld_weak(world.expert_counts(world.rank, src, context.generation) + first + local);
       }
       const int32_t aligned = align_up(total, args.expert_alignment);
-      int32_t end = aligned;
-      for (int delta = 1; delta < kWarpSize; delta *= 2) {
-        const int32_t lower = arch::shfl_up(kFullMask, end, delta);
-        if (lane >= delta) end += lower;
-      }
+      const int32_t end = prefix_sum(aligned);
       const int32_t begin = num_rows + end - aligned;
       if (local < count) {
         arch::st_weak(out.first_rows + first + local, begin + before);

@@ -16,6 +16,7 @@
 
 #include "device/intranode/number_rows.cuh"
 #include "device/intranode/token_rows.cuh"
+#include "device/layout/prefix_sum.cuh"
 #include "device/sync/context.cuh"
 
 namespace deep_comm {
@@ -77,12 +78,8 @@ DC_DEVICE int64_t place_groups(const NumberReceivedArgs& args, const uint32_t* t
     const int expert = base + lane;
     const bool is_expert = expert < args.num_experts;
     const auto count = is_expert ? static_cast<int32_t>(totals[expert]) : 0;
-    int64_t inclusive = align_up<int64_t>(count, args.expert_alignment);
-    const int64_t own = inclusive;
-    for (int delta = 1; delta < kWarpSize; delta *= 2) {
-      const int64_t lower = arch::shfl_up(kFullMask, inclusive, delta);
-      if (lane >= delta) inclusive += lower;
-    }
+    const int64_t own = align_up<int64_t>(count, args.expert_alignment);
+    const int64_t inclusive = prefix_sum(own);
     if (is_expert) {
       const auto offset = static_cast<int32_t>(before + inclusive - own);
       starts[expert] += static_cast<uint32_t>(offset);

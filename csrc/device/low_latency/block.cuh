@@ -408,6 +408,23 @@ DC_DEVICE bool is_repeated(int value) {
   return (arch::match_any(kFullMask, value) & lower) != 0;
 }
 
+// The same for a token with entries lane and lane + 32, of which it has num_topk: whether an earlier
+// entry has the same value.
+struct RepeatedEntries {
+  bool has[2];
+
+  DC_DEVICE static RepeatedEntries find(const int (&values)[2], int num_topk) {
+    RepeatedEntries repeated{is_repeated(values[0]), false};
+    if (num_topk <= kWarpSize) return repeated;
+    repeated.has[1] = is_repeated(values[1]);
+    DC_NO_UNROLL
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      repeated.has[1] |= arch::shfl(kFullMask, values[0], lane) == values[1];
+    }
+    return repeated;
+  }
+};
+
 // The bit of an expert's rank. A warp combines those of a token's entries.
 DC_DEVICE uint32_t rank_bit(const ExpertMap& experts, int expert) {
   return expert >= 0 && expert < experts.num_experts ? 1u << experts.rank_of(expert) : 0u;

@@ -84,10 +84,20 @@ DC_DEVICE_COLD Repeats find_repeats(const LowLatencyDispatchArgs& args, int toke
   return repeats;
 }
 
-// One warp: counts the tokens whose entries its lanes have. `raw`: of this lane, if has_token.
-DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
-                             const EntryLanes& lanes, int token, bool has_token,
-                             const RawExpert& raw) {
+// An entry that is counted; expert -1: none.
+struct CountedEntry {
+  int token;
+  int base;  // of its token's entries, when this one was looked at: those from `base` on are in lanes
+  int expert;
+  int rank;
+  Repeats repeats;
+};
+
+// One warp: counts the tokens whose entries its lanes have, with count(CountedEntry), which all lanes
+// call. `raw`: of this lane, if has_token.
+template <class Count>
+DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, const EntryLanes& lanes, int token,
+                             bool has_token, const RawExpert& raw, const Count& count) {
   const int num_topk = args.shape.num_topk;
   DC_NO_UNROLL
   for (int base = 0; base < num_topk; base += kWarpSize) {
@@ -108,33 +118,44 @@ DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, const BlockMemo
       const Repeats more = find_repeats(args, token, base, expert, rank);
       repeats = {repeats.has_expert || more.has_expert, repeats.has_rank || more.has_rank};
     }
-    if (expert < 0) continue;
-    if (!repeats.has_expert) arch::atomic_add_relaxed_cta(&memory.counters[expert], 1u);
-    if (!repeats.has_rank && args.out.is_compact)
-      arch::atomic_add_relaxed_cta(&memory.counters[args.shape.num_experts + rank], 1u);
+    count(CountedEntry{token, base, expert, rank, repeats});
   }
 }
 
-// The block counts tokens [0, num_tokens). `batch`: of the first of them. The caller has a barrier
-// of the block after it.
-DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
-                            TokenBatch& batch, int num_tokens) {
+// The block counts tokens [begin, end). `batch`: of the first of them. The caller has a barrier of
+// the block after it.
+template <class Count>
+DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, TokenBatch& batch, int begin,
+                            int end, const Count& count) {
   const EntryLanes lanes = EntryLanes::of(args.shape);
   DC_NO_UNROLL
-  for (int begin = 0; begin < num_tokens;
-       begin += lanes.num_tokens * arch::num_warps() * TokenBatch::kTurns) {
-    if (begin > 0) batch = TokenBatch::load(args, begin, num_tokens);
+  for (int next_turn = begin; next_turn < end;
+       next_turn += lanes.num_tokens * arch::num_warps() * TokenBatch::kTurns) {
+    if (next_turn > begin) batch = TokenBatch::load(args, next_turn, end);
     DC_NO_UNROLL
     for (int turn = 0; turn < TokenBatch::kTurns; ++turn) {
-      const int first = begin + lanes.first(turn), token = first + lanes.token;
-      if (first >= num_tokens) break;
-      count_entries(args, memory, lanes, token,
-                    lanes.token < lanes.num_tokens && token < num_tokens, batch.raw[0]);
+      const int first = next_turn + lanes.first(turn), token = first + lanes.token;
+      if (first >= end) break;
+      count_entries(args, lanes, token, lanes.token < lanes.num_tokens && token < end, batch.raw[0],
+                    count);
       // The loop over turns is rolled, to be fetched once, and registers cannot be indexed.
       DC_UNROLL
       for (int next = 1; next < TokenBatch::kTurns; ++next) batch.raw[next - 1] = batch.raw[next];
     }
   }
+}
+
+// The same for counters that zero_counters describes, from the first token on.
+DC_DEVICE void count_earlier_tokens(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
+                                    TokenBatch& batch, int num_tokens) {
+  count_tokens(args, batch, 0, num_tokens, [&](const CountedEntry& entry) {
+    if (entry.expert < 0) return;
+    if (!entry.repeats.has_expert) {
+      arch::atomic_add_relaxed_cta(&memory.counters[entry.expert], 1u);
+    }
+    if (entry.repeats.has_rank || !args.out.is_compact) return;
+    arch::atomic_add_relaxed_cta(&memory.counters[args.shape.num_experts + entry.rank], 1u);
+  });
 }
 
 // ---- tokens of the block ------------------------------------------------------------------------

@@ -120,7 +120,7 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
   const LowLatencyShare& share = inputs.share;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   if (warp < share.num_tokens()) inputs.routing.check(context, args, memory, share.begin + warp);
-  count_tokens(args, memory, inputs.batch, num_counted_tokens(args, share));
+  count_earlier_tokens(args, memory, inputs.batch, num_counted_tokens(args, share));
   if constexpr (kUsesStage) stage_row<kFormat>(args, share, memory, inputs.first);
   const bool ok = !has_credit_warp() || await_credit(context, buffer, memory, launch,
                                                      args.signature, args.split.num_tokens);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/layout/expert_map.cuh"
+#include "device/layout/prefix_sum.cuh"
 #include "device/low_latency/block.cuh"
 #include "device/low_latency/rail_mask.cuh"
 
@@ -261,11 +262,7 @@ DC_DEVICE void number_tasks(const LowLatencyGroup& group, int32_t* first_task, N
   for (int base = 0; base < group.num_ranks; base += kWarpSize) {
     const int position = base + arch::lane_idx();
     const int own = position < group.num_ranks ? num_rows(group.rank_at(position)) : 0;
-    int end = own;
-    for (int delta = 1; delta < kWarpSize; delta *= 2) {
-      const int before = arch::shfl_up(kFullMask, end, delta);
-      if (arch::lane_idx() >= delta) end += before;
-    }
+    const int end = prefix_sum(own);
     if (position < group.num_ranks) first_task[position] = total + end - own;
     total += arch::shfl(kFullMask, end, kWarpSize - 1);
   }
@@ -301,7 +298,6 @@ DC_DEVICE int slot_of(const LowLatencyShape& shape, int idx, int num_direct) {
 struct TokenRanks {
   int ranks[2];      // -1: none
   bool is_first[2];  // no earlier entry has this rank
-  int order[2];      // how many ranks of the token precede it
 
   // rank_of(k) for k < num_topk.
   template <class RankOf>
@@ -311,23 +307,11 @@ struct TokenRanks {
     for (int part = 0; part < 2; ++part) {
       const int k = arch::lane_idx() + part * kWarpSize;
       token.ranks[part] = k < num_topk ? rank_of(k, part) : -1;
-      token.is_first[part] = token.ranks[part] >= 0;
     }
-    for (int other = 0; other < num_topk; ++other) {
-      const int rank = token.rank(other);
-      DC_UNROLL
-      for (int part = 0; part < 2; ++part) {
-        if (other < arch::lane_idx() + part * kWarpSize && rank == token.ranks[part])
-          token.is_first[part] = false;
-      }
-    }
-    for (int other = 0; other < num_topk; ++other) {
-      const int rank = token.rank(other);
-      const bool counts = token.is_first_of(other);
-      DC_UNROLL
-      for (int part = 0; part < 2; ++part) {
-        if (counts && rank < token.ranks[part]) ++token.order[part];
-      }
+    const RepeatedEntries repeated = RepeatedEntries::find(token.ranks, num_topk);
+    DC_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      token.is_first[part] = token.ranks[part] >= 0 && !repeated.has[part];
     }
     return token;
   }
@@ -342,6 +326,20 @@ struct TokenRanks {
     const uint32_t low = arch::ballot(kFullMask, is_first[0]),
                    high = arch::ballot(kFullMask, is_first[1]);
     return ((k < kWarpSize ? low : high) >> k % kWarpSize & 1u) != 0;
+  }
+  // A whole warp: how many ranks of the token precede that of entry lane + part * 32.
+  DC_DEVICE int order(int part) const {
+    int order = 0;
+    DC_UNROLL
+    for (int other = 0; other < 2; ++other) {
+      DC_NO_UNROLL
+      for (uint32_t firsts = arch::ballot(kFullMask, is_first[other]); firsts != 0;
+           firsts &= firsts - 1) {
+        const int rank = arch::shfl(kFullMask, ranks[other], arch::ffs(firsts) - 1);
+        if (rank < ranks[part]) ++order;
+      }
+    }
+    return order;
   }
   // A whole warp: the number of ranks, and of ranks below `rank`.
   DC_DEVICE int count() const { return before(0x7fffffff); }

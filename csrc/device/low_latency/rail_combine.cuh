@@ -289,6 +289,7 @@ DC_DEVICE void find_returned_rows(const RailContext& context, const LowLatencyRa
   int num_rows = 0;
   DC_UNROLL
   for (int part = 0; part < 2; ++part) {
+    if (part * kWarpSize >= num_topk) break;
     const int k = part * kWarpSize + arch::lane_idx();
     if (kRows == CombineRows::kSelections) {
       const bool is_selected =
@@ -302,10 +303,11 @@ DC_DEVICE void find_returned_rows(const RailContext& context, const LowLatencyRa
             arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
       }
       num_rows += arch::popc(selected);
-    } else if (ranks.is_first[part]) {
-      memory.rows[warp * num_topk + ranks.order[part]] =
-          is_active(context, memory, ranks.ranks[part]) ? ranks.ranks[part] << 8 | ranks.order[part]
-                                                        : kNoRow;
+    } else {
+      const int order = ranks.order(part);
+      if (!ranks.is_first[part]) continue;
+      memory.rows[warp * num_topk + order] =
+          is_active(context, memory, ranks.ranks[part]) ? ranks.ranks[part] << 8 | order : kNoRow;
     }
   }
   if (kRows != CombineRows::kSelections) num_rows = ranks.count();

@@ -381,10 +381,11 @@ DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDis
   const ScaleOutputs<kFormat> outputs =
       ScaleOutputs<kFormat>::of(shape, args.out, args.reach.group.num_ranks * shape.num_max_tokens);
   const int num_outputs = outputs.num_outputs;
+  const Divisor by_outputs = Divisor::make(num_outputs);
   // From the last thread on: the first threads have most pieces of rows.
   for (int base = arch::num_threads() - 1 - arch::thread_idx(); base < num_tasks * num_outputs;
        base += arch::num_threads()) {
-    const int task = base / num_outputs, output = base % num_outputs;
+    const int task = by_outputs.quotient(base), output = base - task * num_outputs;
     const int source = source_of(memory.tasks[task]);
     if (memory.num_rows[task] == 0) continue;
     uint32_t* scales = buffer.own<uint32_t>(buffer.slot(source, token_of(memory.tasks[task])) +

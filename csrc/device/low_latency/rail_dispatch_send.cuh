@@ -8,6 +8,7 @@
 //   last block: counts of all tokens → a line for every rank
 #pragma once
 
+#include "device/low_latency/dispatch_count.cuh"
 #include "device/low_latency/rail_block.cuh"
 #include "device/move/element.cuh"
 
@@ -26,39 +27,48 @@ DC_DEVICE bool forwards_in_node(const LowLatencyRailDispatchArgs& args) {
   return !args.can_shrink && args.split.num_tokens >= args.reach.hand_on_tokens;
 }
 
-// The block counts tokens [begin, end): counters[e] those that select expert e, counters[E + r]
-// those that are sent to rank r, counters[E + R + r] those of them that another rank forwards to
-// it.
-DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
-                            int begin, int end) {
-  uint32_t* counters = memory.counters;
-  const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
-  const LowLatencyGroup& group = args.reach.group;
-  const ExpertMap& map = args.experts;
-  for (int64_t idx = static_cast<int64_t>(begin) * num_topk + arch::thread_idx();
-       idx < static_cast<int64_t>(end) * num_topk; idx += arch::num_threads()) {
-    const int expert = rail_expert(args, idx);
-    if (expert < 0) continue;
-    const int rank = map.rank_of(expert);
-    // Among the earlier entries of this token: one has the same expert; none has the same rank; one
-    // has the same node.
-    bool is_repeat = false, is_first = true, is_known = false;
-    for (int64_t other = idx / num_topk * num_topk; other < idx; ++other) {
-      const int other_expert = rail_expert(args, other);
-      is_repeat |= other_expert == expert;
-      if (other_expert < 0) continue;
-      const int other_rank = map.rank_of(other_expert);
-      is_first = is_first && other_rank != rank;
-      is_known |= group.node_of(other_rank) == group.node_of(rank);
+// Counts an entry: counters[e] tokens that select expert e, counters[E + r] those that are sent to
+// rank r, counters[E + R + r] those of them that another rank forwards to it. For count_tokens.
+struct RailCount {
+  const LowLatencyRailDispatchArgs& args;
+  const RailBlockMemory& memory;
+
+  // All lanes.
+  DC_DEVICE void operator()(const CountedEntry& entry) const {
+    const LowLatencyGroup& group = args.reach.group;
+    const int num_experts = args.shape.num_experts, rank = entry.rank;
+    uint32_t* of_ranks = memory.counters + num_experts;
+    const bool may_forward = forwards_in_node(args);
+    bool is_known = false;  // the token goes to this node already
+    if (may_forward) {
+      const int node = entry.expert >= 0 ? group.node_of(rank) : -1;
+      is_known = is_repeated(node * kWarpSize + EntryLanes::of(args.shape).token);
+      if (entry.base > 0 && entry.expert >= 0) is_known |= is_known_before(entry, node);
     }
-    if (!is_repeat) arch::atomic_add_relaxed_cta(&counters[expert], 1u);
-    if (!is_first) continue;
-    arch::atomic_add_relaxed_cta(&counters[num_experts + rank], 1u);
-    if (is_known && forwards_in_node(args) && memory.reached[rank] == nullptr) {
-      arch::atomic_add_relaxed_cta(&counters[num_experts + group.num_ranks + rank], 1u);
+    if (entry.expert < 0) return;
+    if (!entry.repeats.has_expert) {
+      arch::atomic_add_relaxed_cta(&memory.counters[entry.expert], 1u);
+    }
+    if (entry.repeats.has_rank) return;
+    arch::atomic_add_relaxed_cta(&of_ranks[rank], 1u);
+    if (is_known && memory.reached[rank] == nullptr) {
+      arch::atomic_add_relaxed_cta(&of_ranks[group.num_ranks + rank], 1u);
     }
   }
-}
+
+ private:
+  // By an entry before those in lanes.
+  DC_DEVICE bool is_known_before(const CountedEntry& entry, int node) const {
+    const int64_t begin = static_cast<int64_t>(entry.token) * args.shape.num_topk;
+    bool is_known = false;
+    DC_NO_UNROLL
+    for (int64_t other = begin; other < begin + entry.base; ++other) {
+      const int expert = rail_expert(args, other);
+      is_known |= expert >= 0 && args.reach.group.node_of(args.experts.rank_of(expert)) == node;
+    }
+    return is_known;
+  }
+};
 
 // One warp, when the counters hold the tokens before: writes the routes of the token into its
 // message. Notes the ranks that it is sent to directly, and their slots, in shared memory.
@@ -81,6 +91,7 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
   const TokenRanks nodes = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     return ranks.ranks[part] < 0 ? -1 : group.node_of(ranks.ranks[part]);
   });
+  const RepeatedEntries repeated = RepeatedEntries::find(experts, num_topk);
   // The first rank of a token on a node forwards it to the other ranks there. The slot of a rank is
   // noted at the rank's first entry.
   int num_destinations = 0;
@@ -115,12 +126,9 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
     arch::st_weak(words + k, first_words[part]);
     Route route{-1, 0, 0.0f, static_cast<int32_t>(row_ordinal)};
     if (expert >= 0) {
-      bool is_repeat = false;
-      for (int column = 0; column < k; ++column)
-        is_repeat |= rail_expert(args, first + column) == expert;
       const uint32_t ordinal = memory.counters[expert];
       route.local_expert = expert;  // global, as the source knows it
-      route.ordinal = is_repeat ? Route::repeated(ordinal) : static_cast<int32_t>(ordinal);
+      route.ordinal = repeated.has[part] ? Route::repeated(ordinal) : static_cast<int32_t>(ordinal);
       if (args.topk_weights != nullptr) route.weight = arch::ld_nc(args.topk_weights + first + k);
     }
     arch::st_weak(routes + k, route.pack());
@@ -200,8 +208,9 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
   for (int idx = arch::thread_idx(); idx < num_experts + 3 * num_ranks;
        idx += arch::num_threads()) {
     const bool is_expert = idx < num_experts;
-    const int peer = is_expert ? map.rank_of(idx) : (idx - num_experts) % num_ranks;
-    const int of_rank = is_expert ? 0 : (idx - num_experts) / num_ranks;
+    const int past = idx - num_experts;  // of the words for ranks
+    const int of_rank = past < num_ranks ? 0 : past < 2 * num_ranks ? 1 : 2;
+    const int peer = is_expert ? map.rank_of(idx) : past - of_rank * num_ranks;
     const int column = is_expert      ? Words::kExperts + idx - map.first_expert(peer)
                        : of_rank == 0 ? Words::kNumRows
                        : of_rank == 1 ? Words::kNumForwarded
@@ -246,29 +255,36 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
                  arch::thread_idx());
     }
   };
-  if (arch::block_idx() < args.split.num_tokens) load_first(arch::block_idx());
+  const int last_block = arch::num_blocks() - 1, num_tokens = args.split.num_tokens;
+  const bool is_sending = arch::block_idx() < num_sending_blocks();
+  int next = is_sending ? min_of(arch::block_idx(), num_tokens) : num_tokens;  // to be sent
+  // A block with nothing to say counts nothing: it goes on to receive without another barrier.
+  const bool counts = next < num_tokens || arch::block_idx() == last_block;
+  const int num_before = counts ? next : 0;
+  TokenBatch batch = TokenBatch::load(args, 0, num_before);
+  if (next < num_tokens) load_first(next);
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
     memory.counters[idx] = 0;
   bool ok = warp != arch::num_warps() - 1 || await_credit(context, buffer, memory, previous);
   if (!memory.agrees(ok)) return false;
-  const int last_block = arch::num_blocks() - 1;
-  int num_counted = 0;  // tokens that the counters hold
-  if (arch::block_idx() < num_sending_blocks()) {
-    for (int token = arch::block_idx(); token < args.split.num_tokens;
-         token += num_sending_blocks()) {
-      if (token != arch::block_idx()) load_first(token);
-      count_tokens(args, memory, num_counted, token);
-      num_counted = token;
-      arch::sync_block();
-      if (warp == 0) stage_routes(context, args, buffer, memory, token);
-      stage_row<kFormat>(args, buffer, token, first);
-      arch::sync_block();
-      // The next token's destinations are noted behind a barrier.
-      send_message(args, buffer, memory, token);
+  const RailCount count{args, memory};
+  count_tokens(args, batch, 0, num_before, count);
+  while (next < num_tokens) {
+    arch::sync_block();
+    if (warp == 0) stage_routes(context, args, buffer, memory, next);
+    stage_row<kFormat>(args, buffer, next, first);
+    arch::sync_block();
+    const int sent = next;
+    next = min_of(sent + num_sending_blocks(), num_tokens);
+    batch = TokenBatch::load(args, sent, next);
+    if (next < num_tokens) load_first(next);
+    send_message(args, buffer, memory, sent);
+    // Behind the barrier above: the routes have been staged.
+    if (next < num_tokens || arch::block_idx() == last_block) {
+      count_tokens(args, batch, sent, next, count);
     }
   }
   if (arch::block_idx() != last_block) return true;
-  count_tokens(args, memory, num_counted, args.split.num_tokens);
   arch::sync_block();
   send_counts(context, args, buffer, memory);
   return true;
