@@ -172,10 +172,14 @@ template <class Target>
 void Engine<Target>::launch_count(InternodeCountArgs args, uint64_t stream) {
   args.tiers = tiers_;
   const Tuning& tuning = Target::kTuning;
+  const size_t smem_bytes = TargetTokens::num_bytes(args.num_tokens, args.num_channels);
+  detail::require(smem_bytes <= static_cast<size_t>(smem_bytes_limit),
+                  "num_tokens = ", args.num_tokens, ", must be fewer: a block counts them in ",
+                  smem_bytes, " bytes of shared memory, and has ", smem_bytes_limit);
   launch<InternodeCountKernel>(
       {.num_blocks = min_of(tiers_.num_ranks() + tiers_.num_nodes(), tuning.num_count_blocks),
-       .num_threads = tuning.internode_notify_threads,
-       .smem_bytes = sizeof(int32_t) * args.num_channels},
+       .num_threads = tuning.max_notify_threads,
+       .smem_bytes = smem_bytes},
       args, stream);
 }
 

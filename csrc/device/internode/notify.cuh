@@ -102,7 +102,7 @@ DC_DEVICE void send_counts_to_nodes(const InternodeNotifyArgs& args, int parity)
   }
 }
 
-// Round two: gives every local rank its part of what arrived from every node. A warp per part.
+// Round two: gives every local rank its part of what arrived from every node.
 DC_DEVICE void forward_counts(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
@@ -110,20 +110,22 @@ DC_DEVICE void forward_counts(const InternodeNotifyArgs& args, int parity) {
   const CountsOffsets offsets{num_channels, num_local};
   const ExpertMap& experts = args.experts;
   const int first_rank = args.tiers.rail.node * num_local;
-  for (int part = arch::warp_idx(); part < args.tiers.num_ranks(); part += arch::num_warps()) {
+  // One loop over all words: a loop over parts would cost a trip to memory for each.
+  const int most_words = offsets.own_experts() + experts.base + 1;
+  for (int word = arch::thread_idx(); word < args.tiers.num_ranks() * most_words;
+       word += arch::num_threads()) {
+    const int part = word / most_words, idx = word - part * most_words;
     const int node = part / num_local, local = part - node * num_local;
-    const int source = node * num_local + world.rank;
+    if (idx >= offsets.own_experts() + experts.num_local_experts(first_rank + local)) continue;
     const int32_t* in = counts_at(world, world.rank, layout.received_counts_of(parity, node));
-    int32_t* out = counts_at(world, local, layout.rank_counts_of(parity, source));
+    int32_t* out =
+        counts_at(world, local, layout.rank_counts_of(parity, node * num_local + world.rank));
     const int skipped = experts.first_expert(first_rank + local) - experts.first_expert(first_rank);
-    const int num_words = offsets.own_experts() + experts.num_local_experts(first_rank + local);
-    for (int idx = arch::lane_idx(); idx < num_words; idx += kWarpSize) {
-      const int from = idx < offsets.own_prefix() ? idx
-                       : idx < offsets.own_experts()
-                           ? offsets.rank_prefix(local) + idx - offsets.own_prefix()
-                           : offsets.node_experts() + skipped + idx - offsets.own_experts();
-      arch::st_weak(out + idx, arch::ld_weak(in + from));
-    }
+    const int from = idx < offsets.own_prefix() ? idx
+                     : idx < offsets.own_experts()
+                         ? offsets.rank_prefix(local) + idx - offsets.own_prefix()
+                         : offsets.node_experts() + skipped + idx - offsets.own_experts();
+    arch::st_weak(out + idx, arch::ld_weak(in + from));
   }
 }
 
