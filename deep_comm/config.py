@@ -36,7 +36,8 @@ class Config:
         num_max_nvl_chunked_send_tokens: rows that a ring inside a node publishes together.
         num_max_nvl_chunked_recv_tokens: slots inside a node that two SMs share from one source, at
             least as many: each has a ring of half of them.
-        num_max_rdma_chunked_send_tokens: rows that a ring between nodes publishes together.
+        num_max_rdma_chunked_send_tokens: rows that a ring between nodes publishes together. Without
+            rings, rows of a put: rounded up to a power of two.
         num_max_rdma_chunked_recv_tokens: slots of a ring between nodes, at least twice as many;
             rounded up to a multiple.
 

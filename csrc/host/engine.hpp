@@ -213,6 +213,8 @@ class Engine final : public EngineCalls {
   void check_open() const;
   void check_num_experts(int num_experts) const;
   void check_counters(int num_experts, size_t smem_bytes) const;
+  // Shared memory of a block that counts tokens between nodes. Throws if there is not so much.
+  size_t count_bytes(int num_tokens, int num_channels) const;
   LaunchConfig low_latency_launch(const LowLatencyShape& shape) const;
   size_t low_latency_smem_bytes(const LowLatencyShape& shape) const;
   int group_rank() const { return is_internode() ? tiers_.rank : world_.rank; }

@@ -123,6 +123,7 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
   require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = ", row_bytes,
           ", must be a positive multiple of 16");
   check_num_experts(args.experts.num_experts);
+  count_bytes(num_tokens, config.num_channels);
   const RailMessage message{row_bytes, field(RailField::kScaleRowBytes),
                             field(RailField::kNumTopk)};
   RingLayout ring{};
@@ -169,17 +170,22 @@ void Engine<Target>::internode_send_slots(const uint8_t* is_token_in_rank, int n
 }
 
 template <class Target>
+size_t Engine<Target>::count_bytes(int num_tokens, int num_channels) const {
+  const size_t num_bytes = TargetTokens::num_bytes(num_tokens, num_channels);
+  detail::require(num_bytes <= static_cast<size_t>(smem_bytes_limit), "num_tokens = ", num_tokens,
+                  ", must be fewer: a block counts them in ", num_bytes,
+                  " bytes of shared memory, of which it has ", smem_bytes_limit);
+  return num_bytes;
+}
+
+template <class Target>
 void Engine<Target>::launch_count(InternodeCountArgs args, uint64_t stream) {
   args.tiers = tiers_;
   const Tuning& tuning = Target::kTuning;
-  const size_t smem_bytes = TargetTokens::num_bytes(args.num_tokens, args.num_channels);
-  detail::require(smem_bytes <= static_cast<size_t>(smem_bytes_limit),
-                  "num_tokens = ", args.num_tokens, ", must be fewer: a block counts them in ",
-                  smem_bytes, " bytes of shared memory, and has ", smem_bytes_limit);
   launch<InternodeCountKernel>(
       {.num_blocks = min_of(tiers_.num_ranks() + tiers_.num_nodes(), tuning.num_count_blocks),
        .num_threads = tuning.max_notify_threads,
-       .smem_bytes = smem_bytes},
+       .smem_bytes = count_bytes(args.num_tokens, args.num_channels)},
       args, stream);
 }
 

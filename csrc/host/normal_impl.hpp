@@ -1,6 +1,8 @@
 // Engine's methods for dispatch and combine inside a node; included by engine_impl.hpp.
 #pragma once
 
+#include <bit>
+
 #include "device/intranode/kernels.cuh"
 #include "host/engine.hpp"
 
@@ -414,7 +416,8 @@ LaunchConfig Engine<Target>::complete_combine(const CombinePlan& plan, CombineAr
   // Of longer chunks fewer senders keep the links busy, and what is under way beyond that the sums
   // wait for.
   const int rows_of_rank = args.num_rows / world_.num_ranks;
-  const int chunk_rows = ceil_div(rows_of_rank, kMaxChunks);
+  const auto chunk_rows =
+      static_cast<int>(std::bit_ceil(static_cast<unsigned>(ceil_div(rows_of_rank, kMaxChunks))));
   if (chunk_rows > 1) {
     constexpr int kHalf = kTuning.min_staged_senders / 2;
     const int num_senders = min_of(kTuning.senders_of_twos, kHalf + 2 * kHalf / chunk_rows);

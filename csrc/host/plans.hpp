@@ -16,7 +16,7 @@ struct ChannelConfig {
 
 // The rings between nodes of one call.
 struct RailConfig {
-  int num_send_tokens;  // rows of a put, at most
+  int num_send_tokens;  // rows of a put; without rings rounded up to a power of two
   int num_slots;
 };
 

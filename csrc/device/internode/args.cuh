@@ -155,7 +155,7 @@ struct InternodeDispatchArgs {
   RingLayout ring;  // inside the node; a lane is a channel
   RailRings rail_rings;
   int num_send_tokens;       // rows between two publications inside the node
-  int num_rail_send_tokens;  // rows per put, at most
+  int num_rail_send_tokens;  // rows per put; without rings rounded up to a power of two
   int num_sender_warps;
   // direct mode (dispatch_direct.cuh)
   PlacedRailMessage placed;

@@ -76,7 +76,7 @@ class ReturnedChunks {
   // The number-th item, or kNone. The rotation advances with each round. Otherwise all ranks would
   // begin a round with the same peer.
   DC_DEVICE int at(uint32_t number) const {
-    // The first numbers of all warps, and no more than one behind the last chunk for each of them.
+    // Warps ask for few numbers behind the last chunk.
     static_assert(kMaxRanks * kMaxChunks < Divisor::kMaxNumerator / 2);
     const int chunk = by_peers_.quotient(static_cast<int>(number));
     if (chunk >= most_chunks_) return kEnd;

@@ -21,7 +21,7 @@ struct SumOrder {
   ExpertMap experts;
   Divisor ranks_per_term;  // 1, or those of a node
 
-  DC_HOST_DEVICE static SumOrder of(const TopkIdx& topk, int num_ranks, int ranks_per_term) {
+  static SumOrder of(const TopkIdx& topk, int num_ranks, int ranks_per_term) {
     return {topk, ExpertMap::make(topk.num_experts, num_ranks), Divisor::make(ranks_per_term)};
   }
   DC_HOST_DEVICE bool is_ascending() const { return topk.data == nullptr; }

@@ -328,3 +328,19 @@ def two_groups(group):
 def test_buffers_over_a_world_and_over_parts_of_it() -> None:
     rows = forked.run(two_groups, 4, timeout_s=120)
     assert all(part[:2] == part[2:4] == part[4:] for part in rows)
+
+
+def test_more_tokens_than_a_block_can_count_are_refused_before_anything_is_sent() -> None:
+    def main(group) -> str:
+        with make_buffer(group, ranks_per_node=1) as buffer:
+            assert buffer.runtime is not None
+            whole_sm = buffer.runtime.smem_bytes_limit
+            buffer.runtime.smem_bytes_limit = 80  # a channel of nine words: 288 tokens
+            with pytest.raises(ValueError, match="num_tokens = 289, must be fewer") as refused:
+                buffer.dispatch(**arguments_of(289))
+            buffer.runtime.smem_bytes_limit = whole_sm
+            rows = buffer.dispatch(**arguments_of(289)).recv_x
+            assert rows.shape[1] == 64
+            return str(refused.value)
+
+    assert len(set(local.run(main, 2, timeout_s=60))) == 1
