@@ -55,6 +55,8 @@ def expected_instructions() -> dict[str, list[str]]:
                 expected[f"atomic_add_{order}_{scope}_{kind}"] = [
                     f"atom.{order}.{scope}{space}.add.{kind}"
                 ]
+                # Counters of a block are in shared memory.
+                expected[f"atomic_add_relaxed_cta_{kind}"] = [f"atom.relaxed.cta.shared.add.{kind}"]
         for kind in ("b32", "b64") if scope != "sys" else ():
             expected[f"atomic_cas_relaxed_{scope}_{kind}"] = [
                 f"atom.relaxed.{scope}{space}.cas.{kind}"
