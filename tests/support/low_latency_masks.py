@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 import threading
@@ -331,12 +332,11 @@ def verify_any_stop(cases: Sequence[LowLatencyCase], results: list, dead: int) -
                 assert bool(is_without.all()), f"{what}: something of the masked rank"
         if call > 0 and any(mask[dead] for mask in masks):
             num_without += 1
-    last = [results[rank][len(cases) - 1][1] for rank in survivors]
-    # If the rank stops in the last call, only those know that have waited for it.
-    is_known = any(
-        results[rank][call][1][dead] for rank in survivors for call in range(len(cases) - 1)
-    )
-    assert not is_known or all(mask == last[0] for mask in last), "survivors agree"
+    # In the call in which a rank stops only those know that waited for it, in the next one all do.
+    by_call = [[results[rank][call][1] for rank in survivors] for call in range(len(cases))]
+    for before, masks in itertools.pairwise(by_call):
+        is_known = any(mask[dead] for mask in before)
+        assert not is_known or all(mask == masks[0] for mask in masks), "survivors agree"
     return num_without
 
 

@@ -48,7 +48,6 @@ struct Chunk {
   int64_t x_row;
 
   DC_DEVICE int peer() const { return item / kMaxChunks; }
-  DC_DEVICE int number() const { return item % kMaxChunks; }
 };
 
 // The rows that return from this rank, in chunks. Those of all peers in rotation, so that every rank
