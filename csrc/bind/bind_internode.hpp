@@ -24,9 +24,10 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
   engine.def(
       "enable_internode",
       [](Type& self, int node, int num_nodes, std::vector<uintptr_t> rail_bases, int num_qps,
-         size_t num_bytes, const std::vector<int>& rail_pes, ptr rail_kernels, ptr rail_base,
-         ptr rail_qps, double nic_bytes_per_s, bool is_alone, bool is_near) {
-        InternodeOptions options{node, num_nodes, std::move(rail_bases), num_qps, num_bytes, {}};
+         size_t num_bytes, bool are_all_near, const std::vector<int>& rail_pes, ptr rail_kernels,
+         ptr rail_base, ptr rail_qps, double nic_bytes_per_s, bool is_alone, bool is_near) {
+        InternodeOptions options{node,         num_nodes, std::move(rail_bases), num_qps, num_bytes,
+                                 are_all_near, {}};
         options.rail.nic_bytes_per_s = nic_bytes_per_s;
         options.rail.is_alone = is_alone;
         options.rail.is_near = is_near;
@@ -44,8 +45,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         self.enable_internode(options);
       },
       py::kw_only(), "node"_a, "num_nodes"_a, "rail_bases"_a, "num_qps"_a, "num_bytes"_a,
-      "rail_pes"_a = std::vector<int>{}, "rail_kernels"_a = 0, "rail_base"_a = 0, "rail_qps"_a = 0,
-      "nic_bytes_per_s"_a = 0.0, "is_alone"_a = false, "is_near"_a = false);
+      "are_all_near"_a, "rail_pes"_a = std::vector<int>{}, "rail_kernels"_a = 0, "rail_base"_a = 0,
+      "rail_qps"_a = 0, "nic_bytes_per_s"_a = 0.0, "is_alone"_a = false, "is_near"_a = false);
   engine.def_property_readonly("rail_put_bytes", &Type::rail_put_bytes);
   engine.def("quiet_rail", &Type::quiet_rail, py::call_guard<py::gil_scoped_release>());
 }

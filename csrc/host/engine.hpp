@@ -29,7 +29,8 @@ struct InternodeOptions {
   // those of all ranks of the group, by rank.
   std::vector<uintptr_t> rail_bases;
   int num_qps;
-  size_t num_bytes;  // of the heap's end: words, then rings between nodes
+  size_t num_bytes;   // of the heap's end: words, then rings between nodes
+  bool are_all_near;  // see RailTier
   RailOptions rail;
 };
 

@@ -50,6 +50,7 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   }
   tiers_.rank = options.node * num_local + world_.rank;
   tiers_.rail.node = options.node;
+  tiers_.rail.are_all_near = options.are_all_near;
   RailPort port{};
   port.bases = rail_bases_;
   port.num_bytes = rail_byte_counters_;

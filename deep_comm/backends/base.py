@@ -47,8 +47,9 @@ class Heap(abc.ABC):
         """What Engine.enable_internode is told of the rail's peers, given as ranks."""
 
     @abc.abstractmethod
-    def rail_reads_late(self, peers: Sequence[int]) -> bool:
-        """Whether the rail may still read what a kernel has put when that kernel has ended."""
+    def stores_reach(self, peers: Sequence[int]) -> bool:
+        """Whether all rows for these ranks are stored there. Else some are put, and a NIC may
+        still read them when their kernel has ended."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -30,8 +30,8 @@ class _HostHeap(Heap):
             "is_near": bool(env.RAIL_NEAR.get()),
         }
 
-    def rail_reads_late(self, peers: Sequence[int]) -> bool:
-        return not env.RAIL_NEAR.get()
+    def stores_reach(self, peers: Sequence[int]) -> bool:
+        return bool(env.RAIL_NEAR.get())
 
 
 class _ThreadHeap(_HostHeap):

@@ -96,8 +96,8 @@ class _CudaHeap(Heap):
             "is_alone": len(self._blocks) == 1,
         }
 
-    def rail_reads_late(self, peers: Sequence[int]) -> bool:
-        return True  # the software NIC's copies are on streams of its own
+    def stores_reach(self, peers: Sequence[int]) -> bool:
+        return False  # the software NIC's copies are on streams of its own
 
     def close(self) -> None:
         for address in self._opened:

@@ -93,7 +93,7 @@ class MulticastHeap(Heap):
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         raise UnsupportedError("memory with multicast serves one node")
 
-    def rail_reads_late(self, peers: Sequence[int]) -> bool:
+    def stores_reach(self, peers: Sequence[int]) -> bool:
         raise UnsupportedError("memory with multicast serves one node")
 
     def close(self) -> None:

@@ -266,8 +266,8 @@ class NvshmemHeap(Heap):
             "rail_qps": self._qps,
         }
 
-    def rail_reads_late(self, peers: Sequence[int]) -> bool:
-        return not all(self._is_near(peer) for peer in peers)
+    def stores_reach(self, peers: Sequence[int]) -> bool:
+        return all(self._is_near(peer) for peer in peers)
 
     def _is_near(self, rank: int) -> bool:
         """Whether what this rank sends to that one is stored there."""

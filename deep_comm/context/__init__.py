@@ -164,11 +164,15 @@ class Context:
             self.rendezvous, heap_bytes, topology, self.rail, settings.num_qps,
             settings.multicast and self.num_ranks > 1,
         )  # fmt: skip
-        rail_reads_late = False
+        rail_peers: list[int] = []
+        if is_internode:
+            rail_peers = [*topology.rail_members(self.rank)]
+            if self.low_latency_bytes > 0:  # whose rows go straight to every rank
+                rail_peers += range(self.num_ranks)
+        are_all_near = False
         engines: list[Engine] = []
 
         def create_engine() -> None:
-            nonlocal rail_reads_late
             node_members = topology.node_members(self.rank)
             engine = self.backend.create_engine(
                 self.rendezvous,
@@ -182,16 +186,13 @@ class Context:
             )
             engines.append(engine)
             if is_internode:
-                peers = [*topology.rail_members(self.rank)]
-                if self.low_latency_bytes > 0:  # whose rows go straight to every rank
-                    peers += range(self.num_ranks)
-                rail_reads_late = self.heap.rail_reads_late(peers)
                 engine.enable_internode(
                     node=topology.node(self.rank),
                     num_nodes=topology.num_nodes,
                     num_qps=settings.num_qps,
                     num_bytes=heap_bytes - self.low_latency_end,
-                    **self.heap.rail_arguments(peers),
+                    are_all_near=are_all_near,
+                    **self.heap.rail_arguments(rail_peers),
                 )
             if self.low_latency_bytes > 0:
                 engine.enable_low_latency(
@@ -199,6 +200,9 @@ class Context:
                 )
 
         try:
+            if is_internode:  # agreed, since it decides where rows lie
+                stores_reach = self.heap.stores_reach(rail_peers)
+                are_all_near = all(self.rendezvous.all_gather_object(stores_reach))
             # The exchange is also the barrier before the first kernel: every heap is mapped.
             self.rendezvous.all_gather_result("create its engine", create_engine)
         except BaseException:
@@ -215,7 +219,7 @@ class Context:
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
         has_unordered = self.low_latency_bytes > 0 or settings.has_words
         self.failures = Failures(self.engine, self.backend, has_unordered)
-        self.native_calls = self._bind_calls(rail_reads_late)
+        self.native_calls = self._bind_calls(is_internode and not are_all_near)
         self.native_calls.set_members(list(self.membership))
         if settings.num_direct_bytes != 0:  # nobody asked for rings
             self.native_calls.warn_without_room(

@@ -22,6 +22,7 @@ namespace deep_comm {
 // This rank on its rail.
 struct RailTier {
   int node;
+  bool are_all_near;  // agreed: every rank's stores reach its peers on the rail, so nothing is put
   RailPort port;
   RailLayout layout;
 

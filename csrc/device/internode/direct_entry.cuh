@@ -1,8 +1,8 @@
 // How a dispatch finds out whether all rows of all ranks have a slot, and where.
 //
-// A rank offers direct mode if its outputs lie in its receive region and the staging between nodes
-// holds what arrives over its rail. Offers are sent before arrivals, first over the rail, then
-// inside the node, and combined by "and" on the way. So all ranks of the group see the same result.
+// A rank has room if its outputs lie in its receive region and the staging between nodes holds what
+// arrives over its rail. It says so before its arrival, first over the rail, then inside the node
+// for all of its rail. So all ranks of the group see the same result.
 // Before its arrival a rank also tells its near rail peers where their rows begin in its outputs.
 #pragma once
 
@@ -46,7 +46,6 @@ struct LandedTokens {
 // Of one block, in shared memory.
 struct DirectEntry {
   TierMode mode;
-  bool is_near;  // all rows between nodes are stored, none is put
   Progress progress;
   LandedTokens landed;
   TierOutput outputs[kMaxRanks];
@@ -107,16 +106,8 @@ DC_DEVICE const TierAnnouncement* announcement_by(const Context& node, const Two
       tiers.rail.layout.announcement_of(local, static_cast<int>(node.generation & 1u)));
 }
 
-// The whole warp: what all lanes offer.
-DC_DEVICE uint32_t offer_of_all(uint32_t offer) {
-  DC_NO_UNROLL
-  for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
-    offer &= arch::shfl_xor(kFullMask, offer, delta);
-  return offer;
-}
-
-// Block 0, one warp: tells the node where its rows begin. The offer follows when the rail has
-// answered; that wait ends in a barrier, which orders these stores before the arrivals.
+// Block 0, one warp: tells the node where its rows begin. Whether there is room follows when the rail
+// has answered; that wait ends in a barrier, which orders these stores before the arrivals.
 DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs& args) {
   const TwoTier& tiers = args.tiers;
   const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
@@ -133,29 +124,27 @@ DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs&
 
 // Block 0, one warp: tells the rank of this local index at every node that stores reach where that
 // rank's rows belong in the outputs of this one. This rank's arrival follows, by the same lane.
-// Returns this rank's offer, the same in all lanes. What it loads is loaded before any of it is used.
-DC_DEVICE uint32_t announce_straight_rows(const Context& context,
-                                          const InternodeDispatchArgs& args) {
+// Returns whether this rank has room, the same in all lanes. What it loads is loaded before any of it
+// is used.
+DC_DEVICE bool announce_straight_rows(const Context& context, const InternodeDispatchArgs& args) {
   const TwoTier& tiers = args.tiers;
   const RailTier& tier = tiers.rail;
   const int parity = static_cast<int>(context.generation & 1u);
-  const int fit_near = args.staging.rows_per_node(false);
-  const int fit_put = args.staging.rows_per_node(true);
+  const int num_slots = args.staging.rows_per_node(!tier.are_all_near);
   const int num_rows = arch::ld_nc(args.recv_rank_prefix_sum + tiers.num_ranks() - 1);
   const int num_forward = arch::ld_nc(args.recv_node_prefix_sum + tiers.num_nodes() - 1);
-  uint32_t offer = TierOffer::kAll;
+  const bool has_outputs = args.output_line != 0 && args.send_slots != nullptr;
+  // Forwarded rows that do not fit are an error in either mode: see fill_tail_rows.
+  bool has_room = has_outputs && num_rows <= args.num_recv_rows &&
+                  (!args.is_early || num_forward <= args.num_forward_rows);
   DC_NO_UNROLL
   for (int node = arch::lane_idx(); node < tiers.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
     const int start = start_of(args, node * tiers.ranks_per_node() + context.world.rank);
     const int num_from = num_rows_from(args, node);
     uint8_t* near = near_segment(context.world, tier, node);
-    if (num_from > fit_near) offer &= ~TierOffer::kFitsIfNear;
-    if (num_from > fit_put) offer &= ~TierOffer::kFitsIfPut;
-    if (near == nullptr) {
-      offer &= ~TierOffer::kAllNear;
-      continue;
-    }
+    if (num_from > num_slots) has_room = false;
+    if (near == nullptr) continue;
     RailOutput* output =
         reinterpret_cast<RailOutput*>(near + tier.layout.rail_output_of(tier.node, parity));
     arch::st_weak(&output->output_line, args.output_line);
@@ -163,13 +152,7 @@ DC_DEVICE uint32_t announce_straight_rows(const Context& context,
     arch::st_weak(&output->num_rows,
                   args.is_early ? num_rows : static_cast<int>(args.num_recv_rows));
   }
-  const bool has_outputs = args.output_line != 0 && args.send_slots != nullptr;
-  // Forwarded rows that do not fit are an error in either mode: see fill_tail_rows.
-  if (!has_outputs || num_rows > args.num_recv_rows ||
-      (args.is_early && num_forward > args.num_forward_rows)) {
-    offer = 0;
-  }
-  return offer_of_all(offer);
+  return arch::all(kFullMask, has_room);
 }
 
 // Of a peer's outputs: its sizes are this rank's, as they are part of the operation's signature.
@@ -198,18 +181,18 @@ DC_DEVICE StraightRows straight_rows_of(const InternodeDispatchArgs& args, uint8
 }
 
 // Block 0, one warp. False: a wait failed.
-DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispatchArgs& args) {
+DC_DEVICE bool announce_room(const TierContexts& contexts, const InternodeDispatchArgs& args) {
   const RailTier& tier = args.tiers.rail;
   const World& world = contexts.node.world;
   const uint32_t generation = contexts.node.generation;
   const int parity = static_cast<int>(generation & 1u), lane = arch::lane_idx();
-  uint32_t offer = announce_straight_rows(contexts.node, args);
+  bool has_room = announce_straight_rows(contexts.node, args);
   DC_NO_UNROLL
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
     // pairs with: the load below at the node, after this rank's arrival on the same queue
-    write_rail_word_first(world, tier, node, 0, tier.layout.offer_of(tier.node, parity),
-                          Tagged::pack(generation, offer));
+    write_rail_word_first(world, tier, node, 0, tier.layout.room_of(tier.node, parity),
+                          Tagged::pack(generation, has_room));
   }
   announce_on_rail(contexts.rail, tier, args.signature);
   announce_starts(contexts.node, args);
@@ -220,15 +203,14 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
   DC_NO_UNROLL
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
-    offer &=
-        Tagged::unpack(arch::ld_relaxed_sys(own_word(world, tier.layout.offer_of(node, parity))))
-            .value;
+    const uint64_t* word = own_word(world, tier.layout.room_of(node, parity));
+    if (Tagged::unpack(arch::ld_relaxed_sys(word)).value == 0) has_room = false;
   }
-  offer = offer_of_all(offer);
+  has_room = arch::all(kFullMask, has_room);
   if (lane < world.num_ranks) {
     TierAnnouncement* announcement = reinterpret_cast<TierAnnouncement*>(
         world.bases[lane] + tier.layout.announcement_of(world.rank, parity));
-    arch::st_weak(&announcement->offer, offer);
+    arch::st_weak(&announcement->has_room, static_cast<uint32_t>(has_room));
     arch::st_weak(&announcement->output_line, args.output_line);
     arch::st_weak(&announcement->src_line, args.src_line);
     arch::st_weak(&announcement->num_rows, num_output_rows(args));
@@ -262,7 +244,7 @@ DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& w
 // Warp 0: finds where all rows belong. Each lane loads what it needs of a local rank, of a node and
 // of a pair of them before it uses any of it.
 DC_DEVICE void find_outputs(const Context& context, const InternodeDispatchArgs& args,
-                            DirectEntry* entry, bool is_near) {
+                            DirectEntry* entry) {
   const TwoTier& tiers = args.tiers;
   const RailTier& tier = tiers.rail;
   const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
@@ -272,7 +254,8 @@ DC_DEVICE void find_outputs(const Context& context, const InternodeDispatchArgs&
     const int start =
         arch::ld_weak(reinterpret_cast<const int32_t*>(of_pair + 1) + idx % num_nodes);
     const bool is_local = idx < num_local;
-    const bool is_node = idx < num_nodes && idx != tier.node, is_straight = is_node && is_near;
+    const bool is_node = idx < num_nodes && idx != tier.node,
+               is_straight = is_node && tier.are_all_near;
     TierAnnouncement announced{};
     if (is_local) {
       const TierAnnouncement* of_local = announcement_by(context, tiers, idx);
@@ -310,20 +293,17 @@ DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatc
   const TwoTier& tiers = args.tiers;
   const int lane = arch::lane_idx();
   bool ok = true;
-  if (arch::block_idx() == 0) ok = announce_offer(contexts, args);
+  if (arch::block_idx() == 0) ok = announce_room(contexts, args);
   ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature);
-  uint32_t offer = TierOffer::kAll;
+  bool has_room = true;
   if (ok && lane < tiers.ranks_per_node()) {
-    offer = arch::ld_weak(&announcement_by(contexts.node, tiers, lane)->offer);
+    has_room = arch::ld_weak(&announcement_by(contexts.node, tiers, lane)->has_room) != 0;
   }
-  offer = offer_of_all(offer);
-  const bool is_near = (offer & TierOffer::kAllNear) != 0;
-  const bool is_direct = (offer & (is_near ? TierOffer::kFitsIfNear : TierOffer::kFitsIfPut)) != 0;
-  if (ok && is_direct) find_outputs(contexts.node, args, entry, is_near);
+  const bool is_direct = arch::all(kFullMask, has_room);
+  if (ok && is_direct) find_outputs(contexts.node, args, entry);
   if (lane == 0) {
     if (args.is_early && ok && arch::block_idx() == 0) report_mode_to_host(args, is_direct);
     entry->mode = !ok ? TierMode::kFailed : is_direct ? TierMode::kDirect : TierMode::kRings;
-    entry->is_near = is_near;
     if (ok) note(contexts.node, TraceStep::kEntered, static_cast<uint32_t>(entry->mode));
   }
 }

@@ -48,7 +48,8 @@ class RailRows {
 
   DC_DEVICE const uint8_t* slot(int node, int row) const {
     return args_.world.bases[args_.world.rank] +
-           args_.staging.recv_slot(!entry_->is_near, args_.tiers.rail.node, node, row);
+           args_.staging.recv_slot(!args_.tiers.rail.are_all_near, args_.tiers.rail.node, node,
+                                   row);
   }
   // By local rank, in a slot: OrderedPlace of the row there.
   DC_DEVICE const int32_t* places_in(const uint8_t* slot) const {
@@ -57,11 +58,11 @@ class RailRows {
   // Whether a row whose final row at local rank `local` is `target` (-1: none) lies there already:
   // TokenSender at the node decides in the same way.
   DC_DEVICE bool is_straight(int local, int target) const {
-    return entry_->is_near && local == args_.world.rank && target >= 0;
+    return args_.tiers.rail.are_all_near && local == args_.world.rank && target >= 0;
   }
   // One lane: returns whether a row has arrived, with its metadata. With `waits`, waits for it first.
   DC_DEVICE bool has_arrived(int node, int row, bool waits) const {
-    const RailChunks chunks = rail_chunks(args_, entry_->is_near, num_rows_from(args_, node));
+    const RailChunks chunks = rail_chunks(args_, num_rows_from(args_, node));
     const uint64_t* word =
         own_word(args_.world, args_.tiers.rail.layout.landed_of(node, chunks.chunk_of(row)));
     // pairs with: RowPublisher at the node — the chunk's rows and their metadata

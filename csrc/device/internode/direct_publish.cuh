@@ -10,8 +10,8 @@
 namespace deep_comm {
 
 // The least rows of a chunk. A put carries a whole chunk; a stored row can be used at once.
-DC_DEVICE RailChunks rail_chunks(const InternodeDispatchArgs& args, bool is_near, int num_rows) {
-  return RailChunks::of(num_rows, is_near ? 1 : args.num_rail_send_tokens);
+DC_DEVICE RailChunks rail_chunks(const InternodeDispatchArgs& args, int num_rows) {
+  return RailChunks::of(num_rows, args.tiers.rail.are_all_near ? 1 : args.num_rail_send_tokens);
 }
 
 class RowPublisher {
@@ -20,7 +20,6 @@ class RowPublisher {
       : context_(node),
         args_(args),
         entry_(entry),
-        is_near_(entry->is_near),
         by_others_(Divisor::make(max_of(1, args.tiers.num_nodes() - 1))),
         by_topk_(Divisor::make(max_of(1, args.message.num_topk))) {}
 
@@ -164,7 +163,7 @@ class RowPublisher {
                          : -1;
     }
     Selections loaded = load_selections(pair, 0, num_selections);
-    uint8_t* slot = row < 0 ? nullptr : slot_for(args_, is_near_, pair.node, row);
+    uint8_t* slot = row < 0 ? nullptr : slot_for(args_, pair.node, row);
     if (slot != nullptr) {
       uint32_t present = 0;
       DC_UNROLL
@@ -192,8 +191,8 @@ class RowPublisher {
     const int num_channels = args_.rail_rings.num_channels, node = pair.node;
     const int place = pair.token < 0 ? -1 : arch::ld_nc(slots_of(args_, pair.token) + node);
     if (place < 0) return {node, 0, false, false};
-    const RailChunks chunks = rail_chunks(
-        args_, is_near_, arch::ld_nc(args_.node_channel_prefix + (node + 1) * num_channels - 1));
+    const RailChunks chunks =
+        rail_chunks(args_, arch::ld_nc(args_.node_channel_prefix + (node + 1) * num_channels - 1));
     const int chunk = chunks.chunk_of(place);
     if (near_segment(args_.world, tiers.rail, node) != nullptr)
       arch::atomic_add_relaxed_cta(entry_->num_stored(tiers) + node, 1u);
@@ -237,7 +236,7 @@ class RowPublisher {
     const RailTier& tier = args_.tiers.rail;
     const int num_rows =
         arch::ld_nc(args_.node_channel_prefix + (node + 1) * args_.rail_rings.num_channels - 1);
-    const RailChunks chunks = rail_chunks(args_, is_near_, num_rows);
+    const RailChunks chunks = rail_chunks(args_, num_rows);
     const int first = chunks.first_row(chunk);
     arch::rail_put_warp(
         tier.port, node, tier.landed_qp(chunk),
@@ -269,7 +268,6 @@ class RowPublisher {
   const Context& context_;
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
-  bool is_near_;
   Divisor by_others_;
   Divisor by_topk_;
 };

@@ -30,12 +30,11 @@ DC_DEVICE const int32_t* slots_of(const InternodeDispatchArgs& args, int64_t tok
 }
 
 // The slot of the row-th row for another node: there if stores reach it, else here.
-DC_DEVICE uint8_t* slot_for(const InternodeDispatchArgs& args, bool is_near, int node,
-                            int64_t row) {
+DC_DEVICE uint8_t* slot_for(const InternodeDispatchArgs& args, int node, int64_t row) {
   const RailTier& tier = args.tiers.rail;
   uint8_t* near = near_segment(args.world, tier, node);
   return near != nullptr
-             ? near + args.staging.recv_slot(!is_near, node, tier.node, row)
+             ? near + args.staging.recv_slot(!tier.are_all_near, node, tier.node, row)
              : args.world.bases[args.world.rank] + args.staging.send_slot(tier.node, node, row);
 }
 
@@ -234,11 +233,11 @@ class TokenSender {
               scale_row_bytes};
     }
     const int node = (tiers.rail.node + 1 + idx - num_local) % num_nodes;
-    uint8_t* slots = slot_for(args_, entry_->is_near, node, 0);
+    uint8_t* slots = slot_for(args_, node, 0);
     const uint32_t slot_bytes = args_.staging.slot_bytes;
     return {slots + args_.placed.meta_bytes(),
             slot_bytes,
-            args_.staging.rows_per_node(!entry_->is_near),
+            args_.staging.rows_per_node(!args_.tiers.rail.are_all_near),
             node,
             slots + args_.placed.scales_offset(),
             slot_bytes};
@@ -248,7 +247,7 @@ class TokenSender {
     const int32_t* places = slots_of(args_, token);
     Place place{arch::ld_nc(places + target.column)};
     const int node = target.column, num_nodes = args_.tiers.num_nodes();  // or a rank of this one
-    if (entry_->is_near && node < num_nodes) {
+    if (args_.tiers.rail.are_all_near && node < num_nodes) {
       const int first = num_nodes + node * args_.tiers.ranks_per_node();
       place.straight = arch::ld_nc(places + first + args_.world.rank);
     }
@@ -329,8 +328,8 @@ class TokenSender {
   // Reports the tokens whose stores have landed. Waiting for the newest stores would empty the
   // pipeline, so they are reported later.
   DC_DEVICE void report_landed(uint32_t num_tokens) {
-    const StoresLeft left =
-        entry_->is_near ? StoresLeft::of_stored(kIsQuantised) : StoresLeft::behind(num_tokens);
+    const StoresLeft left = args_.tiers.rail.are_all_near ? StoresLeft::of_stored(kIsQuantised)
+                                                          : StoresLeft::behind(num_tokens);
     uint32_t num_landed = num_landed_;
     while (num_landed < num_tokens &&
            arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + left.count <=

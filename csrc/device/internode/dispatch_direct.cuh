@@ -37,7 +37,7 @@ namespace deep_comm {
 DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                DirectEntry* entry) {
   // Straight rows that no other rank gets need no forwarder. Its warps write metadata.
-  const bool forwards = !entry->is_near || args.tiers.ranks_per_node() > 1;
+  const bool forwards = !args.tiers.rail.are_all_near || args.tiers.ranks_per_node() > 1;
   const int num_forwarders = forwards ? args.num_forward_warps : 0;
   const int num_meta_warps = args.num_forward_warps + args.num_meta_warps - num_forwarders;
   const int forwarder = arch::warp_idx() - 1 - args.num_send_warps;

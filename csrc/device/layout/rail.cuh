@@ -34,9 +34,9 @@ struct RailOutput {
 // What the rank of this local index at a node announces at entry.
 struct alignas(kLineBytes) RailArrivedLine {
   uint64_t word;  // Tagged: it has entered; value = operation signature
-  // Tagged: what it can do in this kernel (a TierOffer), written before `word`. By parity of the
+  // Tagged: 1 if this kernel's rows have room there, written before `word`. By parity of the
   // generation: the peer may be one kernel further when this is read.
-  uint64_t offers[2];
+  uint64_t has_room[2];
   // The same, stored where stores reach this rank.
   RailOutput outputs[2];
 };
@@ -66,18 +66,9 @@ struct RailChunks {
   DC_DEVICE int rows_of(int chunk) const { return min_of(1 << shift, num_rows - first_row(chunk)); }
 };
 
-// What a kernel does only if all ranks of the group can. Bits, so that offers are combined by
-// "and".
-struct TierOffer {
-  static constexpr uint32_t kAllNear = 1;     // stores reach all ranks on this rank's rail
-  static constexpr uint32_t kFitsIfNear = 2;  // everything that arrives has a slot if all are near
-  static constexpr uint32_t kFitsIfPut = 4;   // and also if slots to put from are needed
-  static constexpr uint32_t kAll = 7;
-};
-
 // What a rank announces to its neighbours when a kernel begins. Read after its arrival.
 struct TierAnnouncement {
-  uint32_t offer;  // of all ranks of its rail
+  uint32_t has_room;  // 1: all ranks of its rail do
   // dispatch: first line of its output block, from its segment's start; 0: elsewhere
   uint32_t output_line;
   uint32_t src_line;  // the same for the handle's part of the rows
@@ -151,8 +142,8 @@ struct RailLayout {
   DC_HOST_DEVICE size_t arrived_of(int node) const {
     return arrived + sizeof(RailArrivedLine) * node;
   }
-  DC_HOST_DEVICE size_t offer_of(int node, int parity) const {
-    return arrived_of(node) + offsetof(RailArrivedLine, offers) + sizeof(uint64_t) * parity;
+  DC_HOST_DEVICE size_t room_of(int node, int parity) const {
+    return arrived_of(node) + offsetof(RailArrivedLine, has_room) + sizeof(uint64_t) * parity;
   }
   DC_HOST_DEVICE size_t rail_output_of(int node, int parity) const {
     return arrived_of(node) + offsetof(RailArrivedLine, outputs) + sizeof(RailOutput) * parity;

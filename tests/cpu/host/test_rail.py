@@ -212,6 +212,6 @@ def test_stores_serve_nodes_that_they_reach_as_a_whole(monkeypatch) -> None:
 
     monkeypatch.delenv("DEEP_COMM_RAIL_NEAR", raising=False)
     assert bases() == [1024, 0, 5120, 1024, 2048, 0, 0, 5120, 6144]
-    assert Heap().rail_reads_late([0, 2, 4]) and not Heap().rail_reads_late([0, 4])
+    assert not Heap().stores_reach([0, 2, 4]) and Heap().stores_reach([0, 4])
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
-    assert bases() == [0] * 9 and Heap().rail_reads_late([0, 4])
+    assert bases() == [0] * 9 and not Heap().stores_reach([0, 4])
