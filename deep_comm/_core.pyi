@@ -94,6 +94,7 @@ class Engine:
         rail_bases: list[int],
         num_qps: int,
         num_bytes: int,
+        are_all_near: bool,
         rail_pes: list[int] = ...,
         rail_kernels: int = 0,
         rail_base: int = 0,
@@ -104,6 +105,7 @@ class Engine:
     ) -> None:
         """The engine's ranks are those of one node; the heap's last num_bytes are the rail's.
 
+        are_all_near: agreed, every rank's stores reach its peers on the rail.
         rail_pes to rail_qps: over NVSHMEM; rail_bases are then the
         addresses that stores reach, or 0.
         nic_bytes_per_s: the software NIC's limit; 0: none. is_alone: no other rank is a thread of

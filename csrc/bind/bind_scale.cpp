@@ -37,7 +37,7 @@ void bind_scale(py::module_& m) {
   m.def(
       "combine_slot_bytes",
       [](int row_bytes, int num_topk) {
-        return SumMessage{row_bytes, num_topk}.slot_bytes();
+        return MessageLayout::of_combine(row_bytes, num_topk).slot_bytes();
       },
       "row_bytes"_a, "num_topk"_a);
   m.def(

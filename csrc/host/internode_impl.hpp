@@ -213,7 +213,7 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
       max_of(Target::kTuning.num_tier_send_warps, Target::kTuning.num_tier_quantise_warps);
   constexpr int kMostLone =
       max_of(Target::kTuning.num_lone_send_warps, Target::kTuning.num_lone_quantise_warps);
-  static_assert(max_of(kMostSenders, kMostLone) <= LandedTokens::kMaxSenders);
+  static_assert(max_of(kMostSenders, kMostLone) <= DirectEntry::kMaxSenders);
   static_assert(
       max_of(kMostSenders + Target::kTuning.num_tier_forward_warps, kMostLone + kLoneForwardWarps) +
               2 <=
@@ -337,13 +337,14 @@ LaunchConfig Engine<Target>::shape_combine(InternodeCombineArgs& args,
   // With one rank per node there is nothing to add before the rail.
   args.num_forwarders = num_local == 1 ? 0
                                        : min_of(max_of(args.num_adders / 2, 1),
-                                                LandedItems::kMaxWarps - args.num_senders);
+                                                StagedEntry::kMaxMovers - args.num_senders);
+  args.most_single_rows = tuning.most_single_rows;
   const size_t ring_bytes =
       sizeof(ReduceProgress) + max_of(sizeof(SumsRead) * tiers_.num_nodes(),
                                       sizeof(const uint8_t*) * kMaxRanks * args.num_reduce_warps);
   args.stages_offset = align_up<size_t>(ring_bytes, 128);
   const size_t entry_bytes = StagedEntry::num_bytes(args.num_adders);
-  const int meta_bytes = align_up(4 * args.message.num_topk, 16);
+  const int meta_bytes = args.message.meta_bytes;
   const auto limit = static_cast<int64_t>(smem_bytes_limit) -
                      static_cast<int64_t>(args.stages_offset + entry_bytes) - 1024;
   const int warp_limit =
@@ -379,8 +380,9 @@ void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
   detail::require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = ", row_bytes,
                   ", must be a positive multiple of 16");
   args.tiers = tiers_;
-  args.message = {row_bytes, num_topk};
-  make_rings(config, rail, args.message.slot_bytes(), &args.ring, &args.rail_rings);
+  args.message = MessageLayout::of_combine(row_bytes, num_topk);
+  make_rings(config, rail, static_cast<int>(args.message.slot_bytes()), &args.ring,
+             &args.rail_rings);
   args.num_send_tokens = config.num_send_tokens;
   args.num_rail_send_tokens = rail.num_send_tokens;
   // Each rank orders what it adds. Two rows of a node have no order.

@@ -224,7 +224,7 @@ struct InternodeCombineArgs {
   World world;
   TwoTier tiers;
   uint32_t signature;
-  SumMessage message;
+  MessageLayout message;
   RingLayout ring;
   RailRings rail_rings;
   int num_send_tokens;
@@ -235,6 +235,7 @@ struct InternodeCombineArgs {
   int num_senders;       // warps of a block that move rows of x
   int num_adders;        // the next warps, which add
   int num_forwarders;    // of these, so many forward first; 0: one rank per node
+  int most_single_rows;  // up to so many sums for a node are stored one by one, else in twos
   size_t stages_offset;  // shared memory: stages, mbarriers, StagedEntry
   size_t barriers_offset;
   size_t entry_offset;

@@ -84,7 +84,8 @@ DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeCombi
       reinterpret_cast<arch::Mbarrier*>(arch::dynamic_smem() + args.barriers_offset);
   StagePipe pipe(arch::dynamic_smem() + args.stages_offset + sender * args.stage.warp_bytes(),
                  barriers + sender * args.stage.num_stages, args.stage);
-  RowSender<Chunks> rows(contexts, args, entry, pipe, sender);
+  RowSender<Chunks, InternodeCombineArgs, StagedEntry> rows(
+      contexts.node, args, entry, pipe, sender, Chunks::ask(contexts, args, entry, sender));
   rows.begin();
   arch::sync_block_apart();
   if (entry->mode != SumMode::kStaged) return rows.give_up();
@@ -105,13 +106,13 @@ DC_DEVICE void internode_combine(const InternodeCombineArgs& args) {
   arch::sync_block();
   if (may_stage && sender >= 0 && sender < args.num_senders) {
     if (args.tiers.ranks_per_node() == 1) {
-      enter_and_send<RowsToNodes>(contexts, args, entry, sender);
+      enter_and_send<ChunksToNodes>(contexts, args, entry, sender);
     } else {
-      enter_and_send<RowsToRanks>(contexts, args, entry, sender);
+      enter_and_send<ChunksInNode>(contexts, args, entry, sender);
     }
   } else {
     if (arch::warp_idx() == 0) {
-      const SumMode mode = enter_combine(contexts, args, entry->tables);
+      const SumMode mode = enter_combine(contexts, args, entry);
       if (arch::lane_idx() == 0) entry->mode = mode;
       if (mode != SumMode::kFailed) {
         note_in_warp(contexts.node, TraceStep::kEntered, static_cast<uint32_t>(mode));

@@ -1,4 +1,5 @@
-// combine, staged mode: the order in which rows leave for other nodes, and where they go.
+// combine, staged mode: the order in which rows leave for other nodes, and how their chunks are
+// published.
 #pragma once
 
 #include "device/internode/combine_staging.cuh"
@@ -7,13 +8,19 @@
 
 namespace deep_comm {
 
-// Rows that this rank forwards to other nodes, for an AskedQueue: one rail chunk after the other,
-// the nodes in rotation.
-class ForwardedRows {
+// Whether one warp moves a whole rail chunk, so that nobody counts the rows of one. Chunks of puts
+// are long: with several ranks per node their rows are added by many warps.
+DC_DEVICE bool moves_whole_chunks(const InternodeCombineArgs& args) {
+  return args.tiers.rail.are_all_near || args.tiers.ranks_per_node() == 1;
+}
+
+// Rows that this rank forwards to other nodes, in the runs that one warp moves, for an AskedQueue:
+// one rail chunk after the other, the nodes in rotation.
+class ForwardedRuns {
  public:
   static constexpr int kEnd = -1, kNone = -2;
 
-  DC_DEVICE ForwardedRows(const InternodeCombineArgs& args, const StagedTables& tables)
+  DC_DEVICE ForwardedRuns(const InternodeCombineArgs& args, const StagedTables& tables)
       : args_(&args),
         tables_(&tables),
         num_others_(args.tiers.num_nodes() - 1),
@@ -23,38 +30,42 @@ class ForwardedRows {
     DC_NO_UNROLL
     for (int node = 0; node < args.tiers.num_nodes(); ++node) {
       if (node == args.tiers.rail.node) continue;
-      const RailChunks chunks = tables.chunks_of(args, node);
+      const RailChunks chunks = tables.chunks_to(args, node);
       num_rounds = max_of(num_rounds, chunks.num_chunks());
-      most_shift_ = max_of(most_shift_, chunks.shift);
+      if (!moves_whole_chunks(args)) runs_shift_ = max_of(runs_shift_, chunks.shift);
     }
-    num_items_ = static_cast<uint32_t>(num_rounds * num_others_) << most_shift_;
+    num_items_ = static_cast<uint32_t>(num_rounds * num_others_) << runs_shift_;
   }
 
-  static DC_DEVICE AskedQueue<ForwardedRows> ask(const Context& node,
-                                                 const InternodeCombineArgs& args,
-                                                 const StagedTables& tables) {
-    return {ForwardedRows(args, tables), &taken_work(node)->num_chunks[args.world.rank]};
+  // With one rank per node these are all the chunks that are taken.
+  DC_DEVICE static uint32_t* counter(const Context& node) {
+    return &taken_work(node)->num_chunks[node.world.num_ranks - 1];
   }
 
-  DC_DEVICE static int node_of(int item) { return item >> kNodeShift; }
-  // Among those for the node.
-  DC_DEVICE static int row_of(int item) { return item & ((1 << kNodeShift) - 1); }
-  // What the publisher learns when the row has landed.
-  DC_DEVICE static int sum_item(const InternodeCombineArgs& args, const StagedTables& tables,
-                                int node, int row) {
-    return node * kMaxRailChunks + tables.chunks_of(args, node).chunk_of(row);
+  struct Run {
+    int node;   // -1: there is none
+    int first;  // row, among those for the node
+    int num_rows;
+    int chunk;
+  };
+  DC_DEVICE Run run(int item) const {
+    if (item < 0) return {-1, 0, 0, 0};
+    const int node = item >> kNodeShift, first = item & ((1 << kNodeShift) - 1);
+    const RailChunks chunks = tables_->chunks_to(*args_, node);
+    const int chunk = chunks.chunk_of(first);
+    return {node, first, moves_whole_chunks(*args_) ? chunks.rows_of(chunk) : 1, chunk};
   }
 
   DC_DEVICE int at(uint32_t number) const {
     if (number >= num_items_) return kEnd;
-    const int chunk_idx = static_cast<int>(number >> most_shift_);
-    const int row_of_chunk = static_cast<int>(number) - (chunk_idx << most_shift_);
+    const int chunk_idx = static_cast<int>(number >> runs_shift_);
+    const int run = static_cast<int>(number) - (chunk_idx << runs_shift_);
     const int round = by_others_.quotient(chunk_idx);
     int node = args_->tiers.rail.node + 1 + chunk_idx - round * num_others_;
     if (node > num_others_) node -= num_others_ + 1;
-    const RailChunks chunks = tables_->chunks_of(*args_, node);
-    const int row = chunks.first_row(round) + row_of_chunk;
-    const bool is_row = row_of_chunk < 1 << chunks.shift && row < chunks.num_rows;
+    const RailChunks chunks = tables_->chunks_to(*args_, node);
+    const int row = chunks.first_row(round) + run;
+    const bool is_row = run < 1 << chunks.shift && row < chunks.num_rows;
     return is_row ? node << kNodeShift | row : kNone;
   }
 
@@ -65,19 +76,30 @@ class ForwardedRows {
   const StagedTables* tables_;
   int num_others_;  // nodes
   Divisor by_others_;
-  int most_shift_ = 0;  // of a node's chunks
+  int runs_shift_ = 0;  // a chunk has at most 1 << runs_shift_ runs
   uint32_t num_items_ = 0;
 };
 
-// Lane n: the slot of the first row for node n, there or among those to be put. After enter_combine.
-DC_DEVICE uint8_t* sums_target(const Context& rail, const InternodeCombineArgs& args,
-                               const StagedTables& tables) {
+// A chunk of sums, for the publisher.
+struct SumItem {
+  DC_DEVICE static int pack(int node, int chunk) { return node * kMaxRailChunks + chunk; }
+  DC_DEVICE explicit SumItem(int item)
+      : node(item / kMaxRailChunks), chunk(item % kMaxRailChunks) {}
+
+  int node;
+  int chunk;
+};
+
+// One lane, after a fence: the chunk's sums have been stored at the node, whose segment is `near`.
+DC_DEVICE void publish_stored_sums(const Context& rail, const InternodeCombineArgs& args,
+                                   const SumItem& sums, int num_rows, uint8_t* near) {
   const RailTier& tier = args.tiers.rail;
-  const int node = arch::lane_idx();
-  if (node >= tier.num_nodes() || node == tier.node) return nullptr;
-  const StagingPlan plan(args, tables);
-  uint8_t* near = near_segment(args.world, tier, node);
-  return near != nullptr ? near + staging_at_node(rail, tier, node) : plan.slot(plan.to_node(node));
+  arch::rail_count(tier.port, sums.node, tier.landed_qp(sums.chunk),
+                   static_cast<uint32_t>(num_rows * args.message.slot_bytes()));
+  // With the fence, a release; pairs with: TokenAdder::await_sum at the node — the chunk's sums
+  arch::st_relaxed_sys(
+      reinterpret_cast<uint64_t*>(near + tier.layout.landed_of(tier.node, sums.chunk)),
+      Tagged::pack(rail.generation, 1));
 }
 
 }  // namespace deep_comm

@@ -21,47 +21,58 @@ class SumForwarder {
         mover_(args.num_senders + adder),
         rows_(entry->rows(adder)),
         local_(contexts.node, args, entry->tables),
-        items_(ForwardedRows::ask(contexts.node, args, entry->tables)),
-        target_(sums_target(contexts.rail, args, entry->tables)) {}
+        runs_(ForwardedRuns(args, entry->tables), ForwardedRuns::counter(contexts.node)) {}
 
   DC_DEVICE void run() {
-    look_up(0);
     uint32_t num_done = 0;
-    for (;; ++num_done) {
-      const int item = items_.at(num_done);
-      if (item < 0) break;
-      const int node = ForwardedRows::node_of(item), row = ForwardedRows::row_of(item);
-      const int place = place_;
-      look_up(num_done + 1);  // while this row is added
-      bool ok = true;
-      const uint8_t* part = local_.await_row(node, place, &ok);
-      if (!arch::all(kFullMask, ok)) break;
-      add_row(node, row, place, part);
-      if (!entry_->landed.post(contexts_.node, mover_, num_done,
-                               ForwardedRows::sum_item(args_, entry_->tables, node, row)))
+    Run run = run_at(0);
+    look_up(run, 0);
+    for (; run.node >= 0; run = run_at(num_done)) {
+      for (int row = 0; row < run.num_rows; ++row) {
+        if (!add_row(run, row, num_done)) break;
+      }
+      if (has_failed_ || !entry_->landed.post(contexts_.node, mover_, num_done,
+                                              SumItem::pack(run.node, run.chunk)))
         break;
-      if (arch::lane_idx() == 0) entry_->progress.report(mover_, num_done + 1);
+      ++num_done;
+      if (arch::lane_idx() == 0) entry_->progress.report(mover_, num_done);
     }
     if (arch::lane_idx() == 0) entry_->progress.finish(mover_, num_done);
   }
 
  private:
-  DC_DEVICE void look_up(uint32_t index) {
-    const int item = items_.at(index);
+  using Run = ForwardedRuns::Run;
+
+  DC_DEVICE Run run_at(uint32_t index) { return runs_.items().run(runs_.at(index)); }
+  // The row-th row of a run, if there is a run.
+  DC_DEVICE void look_up(const Run& run, int row) {
     place_ = -1;
-    if (item < 0) return;
-    const int node = ForwardedRows::node_of(item), row = ForwardedRows::row_of(item);
-    place_ = local_.look_up(node, channel_of_row(args_, node, row),
-                            entry_->tables.forwarded[node] + row);
+    if (run.node < 0) return;
+    const int forwarded = run.first + row;
+    place_ = local_.look_up(run.node, channel_of_row(args_, run.node, forwarded),
+                            entry_->tables.forwarded[run.node] + forwarded);
   }
-  DC_DEVICE void add_row(int node, int row, int place, const uint8_t* part) {
+  // index: of the run. False: a wait has failed.
+  DC_DEVICE bool add_row(const Run& run, int row, uint32_t index) {
+    const int place = place_;
+    // The next row's place comes while this row is added.
+    if (row + 1 < run.num_rows) {
+      look_up(run, row + 1);
+    } else {
+      look_up(run_at(index + 1), 0);
+    }
+    bool ok = true;
+    const uint8_t* part = local_.await_row(run.node, place, &ok);
+    has_failed_ = !arch::all(kFullMask, ok);
+    if (!has_failed_) add(run.node, run.first + row, place, part);
+    return !has_failed_;
+  }
+  DC_DEVICE void add(int node, int row, int place, const uint8_t* part) {
     RowList list{rows_};
     list.add_local(args_, part, place, local_.own_row());
     // Hands the rows' addresses and each lane's acquire to the whole warp.
     arch::sync_warp();
-    uint8_t* out = reinterpret_cast<uint8_t*>(
-        arch::shfl(kFullMask, reinterpret_cast<uint64_t>(target_), node));
-    out += static_cast<size_t>(row) * args_.message.slot_bytes();
+    uint8_t* out = entry_->node_slots[node] + static_cast<size_t>(row) * args_.message.slot_bytes();
     const int row_bytes = args_.message.row_bytes;
     // Rounded once, as this node's rows are in a sum of its own.
     list.own_sum_at = list.num_local;
@@ -83,9 +94,9 @@ class SumForwarder {
   int mover_;
   const uint8_t** rows_;
   LocalRows local_;
-  AskedQueue<ForwardedRows> items_;
-  uint8_t* target_;
+  AskedQueue<ForwardedRuns> runs_;
   int place_ = -1;
+  bool has_failed_ = false;
 };
 
 // One warp: adds the tokens it takes. Lane n < N handles node n's sum as well.
@@ -106,7 +117,7 @@ class TokenAdder {
     if (!is_node_ || lane == own) return;
     const StagingPlan plan(args, tables_);
     base_ = plan.slot(plan.from_node(lane));
-    chunks_ = RailChunks::of(tables_.sent[lane], args.num_rail_send_tokens);
+    chunks_ = tables_.chunks_from(args, lane);
   }
 
   DC_DEVICE void run() {

@@ -13,7 +13,7 @@
 #include "device/internode/tiers.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/layout/prefix_sum.cuh"
-#include "device/sync/publisher.cuh"
+#include "device/sync/landed_items.cuh"
 
 namespace deep_comm {
 
@@ -36,6 +36,14 @@ struct PairChunks {
     return begin == end ? 0 : ((end - 1) >> shift) - (begin >> shift) + 1;
   }
 };
+
+// The sums of one node for another. If they are stored, small chunks let a token be added sooner
+// (docs/design/0041). Otherwise a chunk is a put.
+DC_DEVICE RailChunks sum_chunks(const InternodeCombineArgs& args, int num_rows) {
+  const int stored = num_rows > args.most_single_rows ? 2 : 1;
+  return RailChunks::of(num_rows,
+                        args.tiers.rail.are_all_near ? stored : args.num_rail_send_tokens);
+}
 
 // What every warp of a block looks up; in shared memory. Prefix sums over the nodes.
 struct StagedTables {
@@ -85,9 +93,13 @@ struct StagedTables {
     }
     if (arch::thread_idx() == 0) forwarded[0] = 0;
   }
-  // The rows that this rank forwards to `node`, in the chunks of their words.
-  DC_DEVICE RailChunks chunks_of(const InternodeCombineArgs& args, int node) const {
-    return RailChunks::of(forwarded[node + 1] - forwarded[node], args.num_rail_send_tokens);
+  // The sums that this rank sends to `node`, in the chunks of their words.
+  DC_DEVICE RailChunks chunks_to(const InternodeCombineArgs& args, int node) const {
+    return sum_chunks(args, forwarded[node + 1] - forwarded[node]);
+  }
+  // Those that `node` sends here.
+  DC_DEVICE RailChunks chunks_from(const InternodeCombineArgs& args, int node) const {
+    return sum_chunks(args, sent[node]);
   }
 };
 
@@ -139,44 +151,19 @@ class StagingPlan {
   const StagedTables& tables_;
 };
 
-// What the moving warps of a block have landed, for its publisher; in shared memory.
-struct LandedItems {
-  static constexpr int kMaxWarps = Progress::kMaxWords;
-  static constexpr uint32_t kDepth = 32;
-
-  int items[kMaxWarps][kDepth];  // by a warp's own count
-  uint32_t num_published[kMaxWarps];
-
-  // The whole block, before a barrier.
-  DC_DEVICE void reset() {
-    if (arch::thread_idx() < kMaxWarps) num_published[arch::thread_idx()] = 0;
-  }
-  // The whole warp: notes its index-th item, as soon as there is a free entry.
-  DC_DEVICE bool post(const Context& context, int warp, uint32_t index, int item) {
-    bool ok = true;
-    if (arch::lane_idx() == 0) {
-      if (index >= kDepth) {
-        const uint32_t wanted = index + 1 - kDepth;
-        uint32_t seen = 0;
-        ok = await<Scope::kCta>(
-            context, &num_published[warp],
-            {Stage::kRetire, Word::kProgress, context.world.rank, -1}, wanted,
-            [=](uint32_t value) { return value >= wanted; }, &seen);
-      }
-      items[warp][index % kDepth] = item;
-    }
-    return arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
-  }
-};
-
 // What the warps of one combining block share, in shared memory after the senders' stages. Warp 0
 // publishes, the next num_senders warps send, the others add.
 struct alignas(16) StagedEntry {
   static constexpr int kMaxRows = kMaxStagedNodes + kMaxRanks + 2;  // of one token, with biases
+  static constexpr int kMaxMovers = Progress::kMaxWords;
 
   SumMode mode;
-  Progress progress;  // of the senders, then of the adding warps that forward
-  LandedItems landed;
+  // Staged mode: where the rows that return to each local rank begin there; where the sums for each
+  // node begin, there or among those to be put.
+  uint8_t* rank_slots[kMaxRanks];
+  uint8_t* node_slots[kMaxStagedNodes];
+  Progress progress;               // of the senders, then of the adding warps that forward
+  LandedItems<kMaxMovers> landed;  // chunks
   StagedTables tables;
 
   DC_DEVICE static StagedEntry* of_block(const InternodeCombineArgs& args) {
@@ -200,7 +187,7 @@ DC_DEVICE uint64_t* returned_word(const World& world, int owner, int from, int c
   return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
 }
 
-// Where the rows that this rank returns to local rank `owner` begin. After enter_combine.
+// Where the rows that this rank returns to local rank `owner` begin. All ranks have entered.
 DC_DEVICE uint8_t* staging_at_local(const Context& node, int owner) {
   const World& world = node.world;
   const ArrivedLine* line = world.arrived_line(world.rank, owner);
@@ -209,8 +196,8 @@ DC_DEVICE uint8_t* staging_at_local(const Context& node, int owner) {
          static_cast<size_t>(Tagged::unpack(arch::ld_relaxed_sys(word)).value) * kLineBytes;
 }
 
-// Where the sums that this rank sends to `node` begin, as an offset in the segment there. After
-// enter_combine.
+// Where the sums that this rank sends to `node` begin, as an offset in the segment there. That node
+// has entered.
 DC_DEVICE size_t staging_at_node(const Context& rail, const RailTier& tier, int node) {
   const uint64_t* word = own_word(
       rail.world, tier.layout.staging_line_of(static_cast<int>(rail.generation & 1u), node));
@@ -255,14 +242,23 @@ DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCom
   return true;
 }
 
+// Where the sums for `node` begin, there or among those to be put. All ranks have entered.
+DC_DEVICE uint8_t* node_slots_of(const Context& rail, const InternodeCombineArgs& args,
+                                 const StagedTables& tables, int node) {
+  const RailTier& tier = args.tiers.rail;
+  const StagingPlan plan(args, tables);
+  uint8_t* near = near_segment(args.world, tier, node);
+  return near != nullptr ? near + staging_at_node(rail, tier, node) : plan.slot(plan.to_node(node));
+}
+
 // Warp 0 of every block: waits for all ranks. The mode is the same in every block of every rank,
 // unless one has failed: each rank answers for its rail, and the ranks of a node are on all rails.
 DC_DEVICE SumMode enter_combine(const TierContexts& contexts, const InternodeCombineArgs& args,
-                                const StagedTables& tables) {
+                                StagedEntry* entry) {
   const World& world = args.world;
   const int peer = arch::lane_idx();
   bool ok = true;
-  if (arch::block_idx() == 0) ok = announce_staging(contexts, args, tables);
+  if (arch::block_idx() == 0) ok = announce_staging(contexts, args, entry->tables);
   ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature);
   if (!ok) return SumMode::kFailed;
   bool has_room = true;
@@ -270,6 +266,10 @@ DC_DEVICE SumMode enter_combine(const TierContexts& contexts, const InternodeCom
     const ArrivedLine* line = world.arrived_line(world.rank, peer);
     const uint64_t* word = &line->staging_rows[contexts.node.generation & 1u];
     has_room = Tagged::unpack(arch::ld_relaxed_sys(word)).value != 0;
+    entry->rank_slots[peer] = staging_at_local(contexts.node, peer);
+  }
+  if (args.staging_line != 0 && peer < args.tiers.num_nodes() && peer != args.tiers.rail.node) {
+    entry->node_slots[peer] = node_slots_of(contexts.rail, args, entry->tables, peer);
   }
   return arch::all(kFullMask, has_room) ? SumMode::kStaged : SumMode::kRings;
 }

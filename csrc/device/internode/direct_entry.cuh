@@ -9,7 +9,7 @@
 #include "device/internode/tiers.cuh"
 #include "device/layout/output.cuh"
 #include "device/layout/tier_output.cuh"
-#include "device/sync/publisher.cuh"
+#include "device/sync/landed_items.cuh"
 
 namespace deep_comm {
 
@@ -34,20 +34,13 @@ struct StraightRows {
   int64_t num_rows;
 };
 
-// The tokens that the sending warps of a block have taken, for its publisher.
-struct LandedTokens {
-  static constexpr int kMaxSenders = 12;
-  static constexpr uint32_t kDepth = 32;
-
-  int tokens[kMaxSenders][kDepth];  // by a sender's own count
-  uint32_t num_published[kMaxSenders];
-};
-
 // Of one block, in shared memory.
 struct DirectEntry {
+  static constexpr int kMaxSenders = 12;
+
   TierMode mode;
   Progress progress;
-  LandedTokens landed;
+  LandedItems<kMaxSenders> landed;  // tokens, by sender
   TierOutput outputs[kMaxRanks];
 
   DC_DEVICE static DirectEntry* of(const InternodeDispatchArgs& args) {
@@ -69,8 +62,7 @@ struct DirectEntry {
   // The block, before a barrier.
   DC_DEVICE void reset(const TwoTier& tiers) {
     progress.reset();
-    if (arch::thread_idx() < LandedTokens::kMaxSenders)
-      landed.num_published[arch::thread_idx()] = 0;
+    landed.reset();
     for (int node = arch::thread_idx(); node < tiers.num_nodes(); node += arch::num_threads())
       num_stored(tiers)[node] = 0;
   }

@@ -40,7 +40,7 @@ class RowPublisher {
         arch::sync_warp();
         publish(num_published, num_landed);
         num_published = num_landed;
-        // pairs with: TokenSender::post — the tokens have been read
+        // pairs with: LandedItems::post — the tokens have been read
         if (lane == sender) arch::st_release_cta(&entry_->landed.num_published[sender], num_landed);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) break;
@@ -84,7 +84,7 @@ class RowPublisher {
         const uint32_t begins = arch::shfl(kFullMask, begin, sender);
         const int count = static_cast<int>(arch::shfl(kFullMask, end, sender) - begins);
         if (index >= 0 && index < count)
-          token = entry_->landed.tokens[sender][(begins + index) % LandedTokens::kDepth];
+          token = entry_->landed.items[sender][(begins + index) % entry_->landed.kDepth];
         index -= count;
       }
       const int num_pairs = arch::popc(arch::ballot(kFullMask, token >= 0)) * num_others;

@@ -158,7 +158,8 @@ class TokenSender {
     const Target target = target_at(lane);
     Place place = place_at(target, tokens_.at(0));
     for (int token = tokens_.at(0); token >= 0;) {
-      if (!post(index, token)) break;
+      has_failed_ = !entry_->landed.post(context_, sender_, index, token);
+      if (has_failed_) break;
       const int next = tokens_.at(index + 1);
       const Place next_place = place_at(target, next);  // ahead: it costs a trip to memory
       uint8_t* dst = dst_of(target, place);
@@ -303,26 +304,6 @@ class TokenSender {
       uint8_t* row = idx < kWarpSize ? of_lane(dst, idx) : far_scales(idx, token);
       if (row != nullptr) visit(row);
     }
-  }
-
-  // Tells the publisher what this warp's index-th token is, as soon as there is a free entry.
-  DC_DEVICE bool post(uint32_t index, int token) {
-    LandedTokens& landed = entry_->landed;
-    bool ok = true;
-    if (arch::lane_idx() == 0) {
-      if (index >= LandedTokens::kDepth) {
-        const uint32_t wanted = index + 1 - LandedTokens::kDepth;
-        uint32_t seen = 0;
-        ok = await<Scope::kCta>(
-            context_, &landed.num_published[sender_],
-            {Stage::kRetire, Word::kProgress, args_.world.rank, -1}, wanted,
-            [=](uint32_t value) { return value >= wanted; }, &seen);
-      }
-      landed.tokens[sender_][index % LandedTokens::kDepth] = token;
-    }
-    ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
-    has_failed_ = !ok;
-    return ok;
   }
 
   // Reports the tokens whose stores have landed. Waiting for the newest stores would empty the

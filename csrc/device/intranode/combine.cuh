@@ -37,7 +37,8 @@ DC_DEVICE bool has_channel(const CombineArgs& args) {
 DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   StagePipe pipe = make_pipe(args.stage, args.barriers_offset);
-  ChunkSender sender(context, args, entry, pipe);
+  RowSender<ChunksToRanks, CombineArgs, CombineEntry> sender(
+      context, args, entry, pipe, arch::warp_idx(), ChunksToRanks::ask(context, args, entry));
   if (args.staging_line != 0) sender.begin();
   arch::sync_block_apart();
   if (entry->start.mode == CombineMode::kStaged) return sender.run();

@@ -8,6 +8,7 @@
 #include "device/channel/landed.cuh"
 #include "device/intranode/args.cuh"
 #include "device/layout/divisor.cuh"
+#include "device/move/row_sender.cuh"
 
 namespace deep_comm {
 
@@ -41,15 +42,6 @@ struct ChunkedRows {
   DC_DEVICE int num_chunks() const { return (num_rows + chunk_rows() - 1) >> shift; }
 };
 
-struct Chunk {
-  int item;   // peer and number: ReturnedChunks::at
-  int first;  // row, among those that return to the peer
-  int num_rows;
-  int64_t x_row;
-
-  DC_DEVICE int peer() const { return item / kMaxChunks; }
-};
-
 // The rows that return from this rank, in chunks. Those of all peers in rotation, so that every rank
 // receives from all others at the same pace. kHasOwn: and of this rank itself. Whole warps call the
 // methods; lane r holds the rows of rank r.
@@ -72,7 +64,7 @@ class ReturnedChunks {
     most_chunks_ = arch::reduce_max(kFullMask, num_chunks_);
   }
 
-  // The number-th item, or kNone. The rotation advances with each round. Otherwise all ranks would
+  // The number-th item (peer and number of a chunk), or kNone. The rotation advances with each round. Otherwise all ranks would
   // begin a round with the same peer.
   DC_DEVICE int at(uint32_t number) const {
     // Warps ask for few numbers behind the last chunk.
@@ -87,12 +79,12 @@ class ReturnedChunks {
   }
   // Without rows, if `item` is none.
   DC_DEVICE Chunk chunk(int item) const {
-    if (item < 0) return {-1, 0, 0, 0};
+    if (item < 0) return {-1, -1, 0, 0, 0};
     const int peer = item / kMaxChunks, number = item % kMaxChunks;
     const int num_rows = arch::shfl(kFullMask, rows_.num_rows, peer);
     const int shift = arch::shfl(kFullMask, rows_.shift, peer);
     const int first = number << shift;
-    return {item, first, min_of(1 << shift, num_rows - first),
+    return {item, peer, first, min_of(1 << shift, num_rows - first),
             static_cast<int64_t>(arch::shfl(kFullMask, first_row_, peer)) + first};
   }
   DC_DEVICE int most_chunk_rows() const { return 1 << arch::reduce_max(kFullMask, rows_.shift); }

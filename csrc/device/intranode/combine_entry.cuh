@@ -3,7 +3,7 @@
 
 #include "device/intranode/args.cuh"
 #include "device/intranode/combine_staging.cuh"
-#include "device/sync/publisher.cuh"
+#include "device/sync/landed_items.cuh"
 
 namespace deep_comm {
 
@@ -48,7 +48,7 @@ struct CombineEntry {
     const uint8_t* rows[kMaxReduceWarps][kMaxRows];  // ring mode: the rows that each warp adds
     TokenWindow window;                              // staged mode
   };
-  LandedChunks landed;  // staged mode
+  LandedItems<kMaxRanks> landed;  // staged mode: chunks, by sender
 
   DC_DEVICE static CombineEntry* of_block(const CombineArgs& args) {
     return reinterpret_cast<CombineEntry*>(arch::dynamic_smem() + args.entry_offset);

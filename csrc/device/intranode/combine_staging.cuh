@@ -11,20 +11,6 @@ namespace deep_comm {
 
 enum class CombineMode : int { kFailed, kRings, kStaged };
 
-// The chunks that the sending warps of a block have taken, for its publisher; in shared memory.
-struct LandedChunks {
-  static constexpr int kMaxSenders = kMaxRanks;
-  static constexpr uint32_t kDepth = 32;
-
-  int items[kMaxSenders][kDepth];       // peer and chunk, by a sender's own count
-  uint32_t num_published[kMaxSenders];  // of each sender
-
-  // The whole block, before a barrier.
-  DC_DEVICE void reset() {
-    if (arch::thread_idx() < kMaxSenders) num_published[arch::thread_idx()] = 0;
-  }
-};
-
 // What a block knows once all ranks have entered; in shared memory.
 struct CombineStart {
   CombineMode mode;

@@ -294,14 +294,6 @@ struct RailStaging {
   }
 };
 
-// One row of combine: slot = [ row | weights float[K] | pad to 128 ]
-struct SumMessage {
-  int row_bytes;
-  int num_topk;
-
-  DC_HOST_DEVICE int slot_bytes() const { return align_up(row_bytes + 4 * num_topk, 128); }
-};
-
 // The rings of one call: a pair per channel and node. A row is put from the send slot to the
 // receive slot of the same number. Rows for the own node are written straight into the receive
 // slot.
