@@ -40,7 +40,8 @@ class ChunksInNode {
         by_others_(Divisor::make(max_of(args.tiers.num_nodes() - 1, 1))) {
     DC_NO_UNROLL
     for (int peer = 0; peer <= num_peers_; ++peer) {
-      if (peer != args.world.rank) most_chunks_ = max_of(most_chunks_, num_chunks(peer));
+      if (peer == args.world.rank) continue;
+      most_chunks_ = max_of(most_chunks_, entry->tables.num_returned[peer]);
     }
   }
 
@@ -52,18 +53,40 @@ class ChunksInNode {
   }
 
   // The rotation advances with each round. Otherwise all ranks would begin a round with the same
-  // peer.
+  // peer. Chunks that cross come first, by rounds over the other nodes.
   DC_DEVICE int at(uint32_t number) const {
     const int index = by_peers_.quotient(static_cast<int>(number));
     if (index >= most_chunks_) return kEnd;
     const int turn = static_cast<int>(number) - index * num_peers_;
     int peer = args_.world.rank + 1 + turn + index - by_peers_.quotient(turn + index) * num_peers_;
     if (peer > num_peers_) peer -= num_peers_ + 1;
-    return chunk_of(peer, index).num_rows > 0 ? peer << kPeerShift | index : kNone;
+    const StagedTables& tables = entry_->tables;
+    const int num_others = args_.tiers.num_nodes() - 1, num_crossing = tables.num_crossing[peer];
+    if (index >= tables.num_returned[peer]) return kNone;
+    int node = args_.tiers.rail.node, round = index - num_crossing;
+    if (round < 0) {
+      round = by_others_.quotient(index);
+      node += 1 + index - round * num_others;
+      if (node > num_others) node -= num_others + 1;
+    }
+    const int shift = tables.returned_chunks[peer].shift;
+    const int begin = tables.returned[peer][node], end = tables.returned[peer][node + 1];
+    const int slice = (begin >> shift) + round;
+    const bool has_rows = max_of(begin, slice << shift) < end;
+    return has_rows ? (peer << kNodeBits | node) << kSliceBits | slice : kNone;
   }
   DC_DEVICE Chunk chunk(int item) const {
     if (item < 0) return {-1, -1, 0, 0, 0};
-    return chunk_of(item >> kPeerShift, item & ((1 << kPeerShift) - 1));
+    const int slice = item & ((1 << kSliceBits) - 1);
+    const int node = item >> kSliceBits & ((1 << kNodeBits) - 1);
+    const int peer = item >> (kSliceBits + kNodeBits);
+    const StagedTables& tables = entry_->tables;
+    const int shift = tables.returned_chunks[peer].shift;
+    const int begin = tables.returned[peer][node], end = tables.returned[peer][node + 1];
+    const int first = max_of(begin, slice << shift);
+    return {peer * kMaxPairChunks + slice + node, peer, first,
+            min_of(end, (slice + 1) << shift) - first,
+            static_cast<int64_t>(tables.x_starts[peer][node]) + first - begin};
   }
   DC_DEVICE uint8_t* slots(const Chunk& chunk) const {
     return entry_->rank_slots[chunk.peer] +
@@ -74,7 +97,7 @@ class ChunksInNode {
     return StoresLeft::behind(num_chunks);
   }
   DC_DEVICE bool can_publish() const { return true; }
-  DC_DEVICE void publish(int item) const { publish_chunk(contexts_.node, item); }
+  DC_DEVICE void publish(int item) const { publish_chunk(contexts_.node, chunk(item).item); }
 
   // One lane, after a fence.
   DC_DEVICE static void publish_chunk(const Context& node, int item) {
@@ -85,36 +108,9 @@ class ChunksInNode {
   }
 
  private:
-  static constexpr int kPeerShift = 24;
-
-  // Of the rows that return to a peer, those that cross, by rounds over the other nodes.
-  DC_DEVICE int num_crossing(int peer) const {
-    return entry_->tables.num_rounds[peer] * (args_.tiers.num_nodes() - 1);
-  }
-  DC_DEVICE int num_chunks(int peer) const {
-    const int own = args_.tiers.rail.node;
-    const int32_t* returned = entry_->tables.returned[peer];
-    return num_crossing(peer) +
-           entry_->tables.returned_chunks[peer].count(returned[own], returned[own + 1]);
-  }
-  // Without rows if the peer, or that node, has no more.
-  DC_DEVICE Chunk chunk_of(int peer, int index) const {
-    if (index >= num_chunks(peer)) return {-1, -1, 0, 0, 0};
-    const StagedTables& tables = entry_->tables;
-    const int num_others = args_.tiers.num_nodes() - 1, own = args_.tiers.rail.node;
-    int node = own, round = index - num_crossing(peer);
-    if (round < 0) {
-      round = by_others_.quotient(index);
-      node = own + 1 + index - round * num_others;
-      if (node > num_others) node -= num_others + 1;
-    }
-    const int shift = tables.returned_chunks[peer].shift;
-    const int begin = tables.returned[peer][node], end = tables.returned[peer][node + 1];
-    const int slice = (begin >> shift) + round, first = max_of(begin, slice << shift);
-    return {peer * kMaxPairChunks + slice + node, peer, first,
-            min_of(end, (slice + 1) << shift) - first,
-            static_cast<int64_t>(tables.x_starts[peer][node]) + first - begin};
-  }
+  // An item: peer, node, and which chunk of the peer's rows it is, borders between nodes aside.
+  static constexpr int kNodeBits = 5, kSliceBits = 16;
+  static_assert(kMaxPairChunks <= 1 << kSliceBits && kMaxStagedNodes <= 1 << kNodeBits);
 
   const TierContexts& contexts_;
   const InternodeCombineArgs& args_;
@@ -160,10 +156,9 @@ class ChunksToNodes {
   // Puts are the publisher's.
   DC_DEVICE bool can_publish() const { return args_.tiers.rail.are_all_near; }
   DC_DEVICE void publish(int item) const {
-    const SumItem sums(item);
-    publish_stored_sums(contexts_.rail, args_, sums,
-                        entry_->tables.chunks_to(args_, sums.node).rows_of(sums.chunk),
-                        near_segment(args_.world, args_.tiers.rail, sums.node));
+    const ForwardedRuns::Run run = runs_.run(item);
+    publish_stored_sums(contexts_.rail, args_, SumItem(SumItem::pack(run.node, run.chunk)),
+                        run.num_rows, near_segment(args_.world, args_.tiers.rail, run.node));
   }
 
  private:

@@ -50,7 +50,8 @@ struct StagedTables {
   int32_t returned[kMaxRanks][kMaxStagedNodes + 1];  // rows of x that return to a local rank
   int32_t x_starts[kMaxRanks][kMaxStagedNodes];      // where they begin in x
   PairChunks returned_chunks[kMaxRanks];
-  int32_t num_rounds[kMaxRanks];                     // the most chunks of them for any other node
+  int32_t num_crossing[kMaxRanks];  // chunks of them, of other nodes' tokens; see ChunksInNode
+  int32_t num_returned[kMaxRanks];  // and of this node's
   int32_t received[kMaxRanks][kMaxStagedNodes + 1];  // rows that a local rank returns to this one
   PairChunks received_chunks[kMaxRanks];
   int32_t forwarded[kMaxStagedNodes + 1];  // rows that this rank forwards
@@ -71,10 +72,13 @@ struct StagedTables {
       int most = 0;
       if (is_source && lane != args.tiers.rail.node) most = chunks.count(sum - (end - begin), sum);
       most = arch::reduce_max(kFullMask, most);
+      const int own_end = arch::shfl(kFullMask, sum, args.tiers.rail.node);
+      const int own_rows = arch::shfl(kFullMask, end - begin, args.tiers.rail.node);
       if (lane == 0) {
         returned[local][0] = 0;
         returned_chunks[local] = chunks;
-        num_rounds[local] = most;
+        num_crossing[local] = most * (num_nodes - 1);
+        num_returned[local] = num_crossing[local] + chunks.count(own_end - own_rows, own_end);
         received_chunks[local] =
             PairChunks::of(arch::ld_nc(args.forward_slots + num_nodes * num_local + local));
       }

@@ -118,8 +118,7 @@ class TokenWatch {
     }
     pending_ &= ~landed;
     while (arch::any(kFullMask, landed != 0)) {
-      // pairs with: publish_chunks, ChunkSender::publish_rest, publish_sum_chunks — the
-      // chunk's rows
+      // pairs with: ChunksToRanks::publish_chunk, publish_sum_chunks — the chunk's rows
       if (landed != 0) arch::ld_acquire_sys(word_of(arch::ffs(landed) - 1));
       landed &= landed - 1;
     }

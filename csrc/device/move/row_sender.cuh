@@ -25,7 +25,7 @@ struct Chunk {
 //   uint8_t* slots(Chunk)           where the first row goes; once all ranks have entered
 //   StoresLeft stores_left(uint32_t num_chunks)
 //   bool can_publish()              whether a sender may publish what it has sent itself
-//   void publish(int item)          one lane, after a fence: the rows of that chunk have landed
+//   void publish(int item)          one lane, after a fence: the rows of that item have landed
 template <class Chunks, class Args, class Entry>
 class RowSender {
  public:
@@ -171,7 +171,7 @@ class RowSender {
     // With the stores of publish a release; these say whom they pair with — the rows
     if (arch::lane_idx() == 0) arch::fence_acq_rel_sys();
     for (uint32_t index = num_landed_; index < num_chunks; ++index) {
-      const int item = taken_chunk(index).item;
+      const int item = chunks_.taken(index);
       if (arch::lane_idx() == 0) chunks_.items().publish(item);
     }
   }
