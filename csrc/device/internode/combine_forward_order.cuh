@@ -8,14 +8,9 @@
 
 namespace deep_comm {
 
-// Whether one warp moves a whole rail chunk, so that nobody counts the rows of one. Chunks of puts
-// are long: with several ranks per node their rows are added by many warps.
-DC_DEVICE bool moves_whole_chunks(const InternodeCombineArgs& args) {
-  return args.tiers.rail.are_all_near || args.tiers.ranks_per_node() == 1;
-}
-
 // Rows that this rank forwards to other nodes, in the runs that one warp moves, for an AskedQueue:
-// one rail chunk after the other, the nodes in rotation.
+// one rail chunk after the other, the nodes in rotation. With one rank per node a run is a whole
+// chunk. With several it is one row, which takes its warp longer.
 class ForwardedRuns {
  public:
   static constexpr int kEnd = -1, kNone = -2;
@@ -32,7 +27,7 @@ class ForwardedRuns {
       if (node == args.tiers.rail.node) continue;
       const RailChunks chunks = tables.chunks_to(args, node);
       num_rounds = max_of(num_rounds, chunks.num_chunks());
-      if (!moves_whole_chunks(args)) runs_shift_ = max_of(runs_shift_, chunks.shift);
+      if (!are_chunks()) runs_shift_ = max_of(runs_shift_, chunks.shift);
     }
     num_items_ = static_cast<uint32_t>(num_rounds * num_others_) << runs_shift_;
   }
@@ -53,7 +48,7 @@ class ForwardedRuns {
     const int node = item >> kNodeShift, first = item & ((1 << kNodeShift) - 1);
     const RailChunks chunks = tables_->chunks_to(*args_, node);
     const int chunk = chunks.chunk_of(first);
-    return {node, first, moves_whole_chunks(*args_) ? chunks.rows_of(chunk) : 1, chunk};
+    return {node, first, are_chunks() ? chunks.rows_of(chunk) : 1, chunk};
   }
 
   DC_DEVICE int at(uint32_t number) const {
@@ -71,6 +66,8 @@ class ForwardedRuns {
 
  private:
   static constexpr int kNodeShift = 25;
+
+  DC_DEVICE bool are_chunks() const { return args_->tiers.ranks_per_node() == 1; }
 
   const InternodeCombineArgs* args_;
   const StagedTables* tables_;

@@ -47,16 +47,17 @@ class StagedPublisher {
   DC_DEVICE void publish_sums(int item) const {
     const RailTier& tier = args_.tiers.rail;
     const SumItem sums(item);
-    bool is_complete = item >= 0;
+    bool is_complete = item >= 0, is_counted = false;
     int num_rows = 0;
     if (is_complete) {
       num_rows = entry_->tables.chunks_to(args_, sums.node).rows_of(sums.chunk);
-      if (!moves_whole_chunks(args_)) is_complete = count_sum(sums, num_rows);
+      is_counted = num_rows > 1 && args_.tiers.ranks_per_node() > 1;
+      if (is_counted) is_complete = count_sum(sums, num_rows);
     }
     if (!arch::any(kFullMask, is_complete)) return;
     // pairs with: the fence before, in the blocks that counted — the chunk's sums. After it their
     // word may be stored, and the NIC may read them.
-    if (!moves_whole_chunks(args_) && !arch::fault(Fault::kSkipRailFence))
+    if (arch::any(kFullMask, is_counted) && !arch::fault(Fault::kSkipRailFence))
       arch::fence_acq_rel_sys();
     uint8_t* near = is_complete ? near_segment(args_.world, tier, sums.node) : nullptr;
     if (near != nullptr) publish_stored_sums(contexts_.rail, args_, sums, num_rows, near);

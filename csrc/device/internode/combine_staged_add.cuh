@@ -21,53 +21,41 @@ class SumForwarder {
         mover_(args.num_senders + adder),
         rows_(entry->rows(adder)),
         local_(contexts.node, args, entry->tables),
-        runs_(ForwardedRuns(args, entry->tables), ForwardedRuns::counter(contexts.node)) {}
+        forwarded_(ForwardedRuns(args, entry->tables), ForwardedRuns::counter(contexts.node)) {}
 
   DC_DEVICE void run() {
     uint32_t num_done = 0;
-    Run run = run_at(0);
-    look_up(run, 0);
-    for (; run.node >= 0; run = run_at(num_done)) {
-      for (int row = 0; row < run.num_rows; ++row) {
-        if (!add_row(run, row, num_done)) break;
-      }
-      if (has_failed_ || !entry_->landed.post(contexts_.node, mover_, num_done,
-                                              SumItem::pack(run.node, run.chunk)))
+    Run row = row_at(0);
+    look_up(row);
+    while (row.node >= 0) {
+      const int place = place_;
+      const Run next = row_at(num_done + 1);
+      look_up(next);  // while this row is added
+      bool ok = true;
+      const uint8_t* part = local_.await_row(row.node, place, &ok);
+      if (!arch::all(kFullMask, ok)) break;
+      add_row(row.node, row.first, place, part);
+      if (!entry_->landed.post(contexts_.node, mover_, num_done,
+                               SumItem::pack(row.node, row.chunk)))
         break;
       ++num_done;
       if (arch::lane_idx() == 0) entry_->progress.report(mover_, num_done);
+      row = next;
     }
     if (arch::lane_idx() == 0) entry_->progress.finish(mover_, num_done);
   }
 
  private:
-  using Run = ForwardedRuns::Run;
+  using Run = ForwardedRuns::Run;  // of one row
 
-  DC_DEVICE Run run_at(uint32_t index) { return runs_.items().run(runs_.at(index)); }
-  // The row-th row of a run, if there is a run.
-  DC_DEVICE void look_up(const Run& run, int row) {
+  DC_DEVICE Run row_at(uint32_t index) { return forwarded_.items().run(forwarded_.at(index)); }
+  DC_DEVICE void look_up(const Run& row) {
     place_ = -1;
-    if (run.node < 0) return;
-    const int forwarded = run.first + row;
-    place_ = local_.look_up(run.node, channel_of_row(args_, run.node, forwarded),
-                            entry_->tables.forwarded[run.node] + forwarded);
+    if (row.node < 0) return;
+    place_ = local_.look_up(row.node, channel_of_row(args_, row.node, row.first),
+                            entry_->tables.forwarded[row.node] + row.first);
   }
-  // index: of the run. False: a wait has failed.
-  DC_DEVICE bool add_row(const Run& run, int row, uint32_t index) {
-    const int place = place_;
-    // The next row's place comes while this row is added.
-    if (row + 1 < run.num_rows) {
-      look_up(run, row + 1);
-    } else {
-      look_up(run_at(index + 1), 0);
-    }
-    bool ok = true;
-    const uint8_t* part = local_.await_row(run.node, place, &ok);
-    has_failed_ = !arch::all(kFullMask, ok);
-    if (!has_failed_) add(run.node, run.first + row, place, part);
-    return !has_failed_;
-  }
-  DC_DEVICE void add(int node, int row, int place, const uint8_t* part) {
+  DC_DEVICE void add_row(int node, int row, int place, const uint8_t* part) {
     RowList list{rows_};
     list.add_local(args_, part, place, local_.own_row());
     // Hands the rows' addresses and each lane's acquire to the whole warp.
@@ -94,9 +82,8 @@ class SumForwarder {
   int mover_;
   const uint8_t** rows_;
   LocalRows local_;
-  AskedQueue<ForwardedRuns> runs_;
+  AskedQueue<ForwardedRuns> forwarded_;
   int place_ = -1;
-  bool has_failed_ = false;
 };
 
 // One warp: adds the tokens it takes. Lane n < N handles node n's sum as well.

@@ -37,10 +37,11 @@ struct PairChunks {
   }
 };
 
-// The sums of one node for another. If they are stored, small chunks let a token be added sooner
-// (docs/design/0041). Otherwise a chunk is a put.
+// The sums of one node for another. If they are stored, a chunk is what one warp brings: small ones
+// let a token be added sooner (docs/design/0041). Otherwise a chunk is a put.
 DC_DEVICE RailChunks sum_chunks(const InternodeCombineArgs& args, int num_rows) {
-  const int stored = num_rows > args.most_single_rows ? 2 : 1;
+  const bool in_twos = args.tiers.ranks_per_node() == 1 && num_rows > args.most_single_rows;
+  const int stored = in_twos ? 2 : 1;
   return RailChunks::of(num_rows,
                         args.tiers.rail.are_all_near ? stored : args.num_rail_send_tokens);
 }

@@ -98,13 +98,16 @@ def test_a_row_that_is_stored_for_the_rail_peer_is_not_copied_there(
 
 
 def test_nodes_of_which_one_rail_stores_and_the_other_puts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows go through slots, so that all ranks do the same."""
+    """All rows go through slots, so that all ranks do the same: the ranks agree that some are put."""
     arguments_of = cpu._ThreadHeap.rail_arguments
 
-    def rail_arguments(heap: cpu._ThreadHeap, peers: Sequence[int]) -> dict[str, Any]:
-        return arguments_of(heap, peers) | {"is_near": heap._rank % 2 == 1}
+    def stores_reach(heap: cpu._ThreadHeap, peers: Sequence[int]) -> bool:
+        return heap._rank % 2 == 1
 
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
+    def rail_arguments(heap: cpu._ThreadHeap, peers: Sequence[int]) -> dict[str, Any]:
+        return arguments_of(heap, peers) | {"is_near": stores_reach(heap, peers)}
+
+    monkeypatch.setattr(cpu._ThreadHeap, "stores_reach", stores_reach)
     monkeypatch.setattr(cpu._ThreadHeap, "rail_arguments", rail_arguments)
     check(direct(PLENTY))
 
