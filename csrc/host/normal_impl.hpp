@@ -26,8 +26,10 @@ typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& con
           ", must be a positive multiple of 16");
   Shape shape{};
   shape.num_senders = num_senders;
+  // Few senders share what the least of a combine have.
+  const Tuning& tuning = Target::kTuning;
   const int warp_limit = min_of(
-      Target::kTuning.sender_smem_bytes,
+      tuning.sender_smem_bytes * max_of(1, tuning.min_senders / max_of(1, num_senders)),
       (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / max_of(1, shape.num_senders));
   require(warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages),
           "scales and top-k of one token take ", message.meta_bytes,

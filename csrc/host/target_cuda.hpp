@@ -29,7 +29,7 @@ class CudaTarget {
                                      .senders_of_few_twos = 40,
                                      .most_single_rows = 800,
                                      .min_senders = 3,
-                                     .num_receive_warps = 4,
+                                     .num_receive_warps = 8,
                                      .num_direct_move_warps = 8,
                                      .num_link_sms = 7,
                                      .num_direct_cast_warps = 12,

@@ -93,7 +93,7 @@ class Traffic:
 
     def dispatch_posts(self, wire: Wire) -> Posts:
         """A cached dispatch: rows in puts of a batch, each with its tail,
-        credits, an offer and an arrival a node.
+        credits, a word about its room and an arrival a node.
         """
         if wire.num_slots % wire.batch != 0:
             # Puts would be split where the ring ends and cut short where it is full.
@@ -104,7 +104,7 @@ class Traffic:
         puts = -(-rows // wire.batch)
         # A sender gets no credit that it cannot need.
         credits = -(-(rows - wire.num_slots).clamp(min=0) // wire.batch)
-        # At entry: what the rank offers, and that it has come.
+        # At entry: whether the rank has room, and that it has come.
         signals = puts.sum(2) + self.back(credits.sum(2)) + 2 * self.is_remote.long()
         return Posts(puts.sum(2), rows.sum(2) * wire.dispatch_slot_bytes, signals)
 

@@ -85,7 +85,7 @@ DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeCombi
   StagePipe pipe(arch::dynamic_smem() + args.stages_offset + sender * args.stage.warp_bytes(),
                  barriers + sender * args.stage.num_stages, args.stage);
   RowSender<Chunks, InternodeCombineArgs, StagedEntry> rows(
-      contexts.node, args, entry, pipe, sender, Chunks::ask(contexts, args, entry, sender));
+      contexts.node, args, entry, pipe, sender, Chunks::ask(contexts, args, entry));
   rows.begin();
   arch::sync_block_apart();
   if (entry->mode != SumMode::kStaged) return rows.give_up();

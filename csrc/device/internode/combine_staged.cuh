@@ -5,8 +5,8 @@
 //        with one rank per node, to other nodes (combine_staged_send.cuh), the others add
 //        (combine_staged_add.cuh); num_forwarders of them first add rows that cross to other nodes,
 //        then tokens like the rest
-// words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's
-//                                publisher · fence and relaxed store / acquire sys
+// words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's block
+//                                · fence and relaxed store / acquire sys
 //        landed[node][chunk]   · the same between nodes · stored, or put after the sums on a queue
 //        added[node][chunk]    · this rank · complete sums of a chunk, if several warps add them;
 //                                zero at rest

@@ -15,14 +15,6 @@
 
 namespace deep_comm {
 
-// The queue of one of a block's senders. Its first chunk is its own.
-template <class Chunks>
-DC_DEVICE AskedQueue<Chunks> ask_for_chunks(const Chunks& chunks, uint32_t* counter,
-                                            const InternodeCombineArgs& args, int sender) {
-  return {chunks, counter, static_cast<uint32_t>(sender * arch::num_blocks() + arch::block_idx()),
-          static_cast<uint32_t>(args.num_senders * arch::num_blocks())};
-}
-
 // For a RowSender, with several ranks per node: the rows of x that return to the node's other ranks,
 // the ranks in rotation.
 class ChunksInNode {
@@ -47,9 +39,8 @@ class ChunksInNode {
 
   static DC_DEVICE AskedQueue<ChunksInNode> ask(const TierContexts& contexts,
                                                 const InternodeCombineArgs& args,
-                                                const StagedEntry* entry, int sender) {
-    return ask_for_chunks(ChunksInNode(contexts, args, entry),
-                          &taken_work(contexts.node)->num_chunks[0], args, sender);
+                                                const StagedEntry* entry) {
+    return {ChunksInNode(contexts, args, entry), &taken_work(contexts.node)->num_chunks[0]};
   }
 
   // The rotation advances with each round. Otherwise all ranks would begin a round with the same
@@ -134,9 +125,8 @@ class ChunksToNodes {
 
   static DC_DEVICE AskedQueue<ChunksToNodes> ask(const TierContexts& contexts,
                                                  const InternodeCombineArgs& args,
-                                                 const StagedEntry* entry, int sender) {
-    return ask_for_chunks(ChunksToNodes(contexts, args, entry),
-                          ForwardedRuns::counter(contexts.node), args, sender);
+                                                 const StagedEntry* entry) {
+    return {ChunksToNodes(contexts, args, entry), ForwardedRuns::counter(contexts.node)};
   }
 
   DC_DEVICE int at(uint32_t number) const { return runs_.at(number); }

@@ -20,7 +20,7 @@
 //                                zero at rest
 //        outputs[n]           · owner: a near sender · where this rank's rows from it belong;
 //                                written before the arrival
-//        offers, announcements · see direct_entry.cuh
+//        has_room, announcements · see direct_entry.cuh
 //        done                  · owner: receiver · by each local rank's last block
 // waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
 //        which waits for nobody; done: by every local rank's last block

@@ -152,7 +152,7 @@ struct DispatchArgs {
   StageLayout stage;
   RingLayout ring;
   int num_send_tokens;
-  int num_receive_warps;  // of a block, per source rank
+  int num_receive_warps;  // of a block, per source rank, which take its rows in turn
   // direct mode
   StageLayout direct_stage;
   int num_move_warps;  // of a block; the next num_meta_warps write metadata, if there is any

@@ -1,7 +1,7 @@
 // The rows that ranks return to each other in combine, in chunks: which there are, in which order a
 // rank sends them, and the words about them. For combine's senders, and for combine_sums.
 //
-// words  recv_line.landed · owner: receiver · written by the sender's publisher, or by its sums: the
+// words  recv_line.landed · owner: receiver · written by the sender's block, or by its sums: the
 //        chunk is there
 #pragma once
 

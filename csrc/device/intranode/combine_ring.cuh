@@ -12,6 +12,7 @@
 #include "device/intranode/combine_reduce.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
+#include "device/move/row_weights.cuh"
 
 namespace deep_comm {
 
@@ -24,19 +25,14 @@ class RowSource {
   DC_DEVICE const uint8_t* row(int row) const {
     return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
   }
-  DC_DEVICE void write_meta(uint8_t* meta, int row) const {
-    // Not read-only memory: combine_sums may write them while this kernel runs.
-    const int num_topk = args_.message.num_topk;
-    for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
-      reinterpret_cast<float*>(meta)[k] =
-          arch::ld_weak(args_.topk_weights + static_cast<int64_t>(row) * num_topk + k);
-    }
-  }
+  DC_DEVICE void load_meta(int row) { weights_.load(args_, row); }
+  DC_DEVICE void write_meta(uint8_t* meta, int row) const { weights_.write(args_, meta, row); }
 
  private:
   const CombineArgs& args_;
   int next_;
   int end_;
+  RowWeights weights_;
 };
 
 DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, CombineEntry* entry,

@@ -5,7 +5,7 @@
 //        warp per block publishes them, one takes tokens, the last ones add them
 //        (combine_watch.cuh). Chunks and tokens are taken in ascending order
 // words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's
-//        publisher · fence and relaxed store / acquire sys
+//        block · fence and relaxed store / acquire sys
 //        taken · this rank · see sync/generation.cuh
 // waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
 //        which waits only until a sender rings; senders ring before they wait

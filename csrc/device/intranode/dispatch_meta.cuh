@@ -53,6 +53,15 @@ class TokenScales {
       scales_[idx] = kSource == ScaleSource::kInput ? arch::ld_nc(scale) : arch::ld_weak(scale);
     }
   }
+  // smem: of a message.
+  DC_DEVICE void write(const DispatchArgs& args, uint8_t* smem) const {
+    if constexpr (kSource == ScaleSource::kNone) return;
+    DC_UNROLL
+    for (int idx = 0; idx < kScalesOfLane; ++idx) {
+      const int column = idx * kWarpSize + arch::lane_idx();
+      if (column < args.num_scales) reinterpret_cast<uint32_t*>(smem)[column] = scales_[idx];
+    }
+  }
   // row: of the output's scales.
   DC_DEVICE void store(const DispatchArgs& args, const PeerOutput& output, int64_t row) const {
     if constexpr (kSource == ScaleSource::kNone) return;

@@ -1,8 +1,8 @@
 // dispatch, ring mode: bounded memory. Tokens are sent through rings.
 //
 // grid   one block per channel; R - 1 warps send, each to one peer; R x num_receive_warps warps
-//        receive, each some columns of one source's rows (this rank's own rows come straight from
-//        x); one publishes tails and heads
+//        receive, those of a source its rows in turn (this rank's own rows come straight from x);
+//        one publishes tails and heads
 // forms  expanded: a row is written to the first of its output rows, which follows all other
 //        metadata; the receiver copies it to the others (expand.cuh). Quantised: a block first
 //        casts its channel's rows to FP8 in memory, since every destination's warp loads them again
@@ -48,9 +48,36 @@ class TokenSource {
   DC_DEVICE const uint8_t* row(int token) const {
     return args_.x + static_cast<size_t>(token) * args_.message.row_bytes;
   }
+  // The scales and the first top-k entries of a token in a warp's registers, as many as fit.
+  DC_DEVICE void load_meta(int token);
+  // The rest is loaded here.
   DC_DEVICE void write_meta(uint8_t* meta, int token) const;
 
  private:
+  static constexpr ScaleSource kScales =
+      Form::kQuantised ? ScaleSource::kWrittenHere : ScaleSource::kInput;
+
+  // A top-k entry.
+  struct Entry {
+    RawExpert expert;
+    float weight = 0.0f;
+    int32_t row = 0;  // expanded: of the output
+  };
+  DC_DEVICE Entry load_entry(int64_t position) const {
+    Entry entry;
+    entry.expert = RawExpert::load(args_.topk_idx, position, args_.topk_idx_bytes);
+    if (args_.topk_weights != nullptr) entry.weight = arch::ld_nc(args_.topk_weights + position);
+    if constexpr (Form::kExpanded) entry.row = arch::ld_nc(args_.send_rows + position);
+    return entry;
+  }
+  DC_DEVICE void write_entry(uint8_t* meta, int k, const Entry& entry) const {
+    const int local = entry.expert.value(args_.topk_idx_bytes) - args_.experts.first_expert(dst_);
+    const bool is_here = local >= 0 && local < args_.experts.num_local_experts(dst_);
+    const int number = Form::kExpanded ? entry.row : local;
+    reinterpret_cast<int32_t*>(meta + args_.message.topk_idx_offset)[k] = is_here ? number : -1;
+    reinterpret_cast<float*>(meta + args_.message.topk_weights_offset)[k] =
+        is_here ? entry.weight : 0.0f;
+  }
   DC_DEVICE void look_at_batch() {
     const int token = base_ + arch::lane_idx();
     const int64_t position = static_cast<int64_t>(token) * args_.world.num_ranks + dst_;
@@ -63,44 +90,51 @@ class TokenSource {
   int base_;
   int end_;
   uint32_t pending_ = 0;
+  TokenScales<kScales> scales_;
+  Entry entry_;          // of this lane
+  int32_t dst_row_ = 0;  // expanded
 };
+
+template <class Form>
+DC_DEVICE void TokenSource<Form>::load_meta(int token) {
+  const int lane = arch::lane_idx(), num_topk = args_.message.num_topk;
+  if (lane < num_topk) entry_ = load_entry(static_cast<int64_t>(token) * num_topk + lane);
+  if (TokenScales<kScales>::fits(args_)) scales_.load(args_, token);
+  if constexpr (Form::kExpanded) {
+    dst_row_ =
+        arch::ld_nc(args_.send_row + static_cast<int64_t>(token) * args_.world.num_ranks + dst_);
+  }
+}
 
 template <class Form>
 DC_DEVICE void TokenSource<Form>::write_meta(uint8_t* meta, int token) const {
   const MessageLayout& message = args_.message;
-  for (int column = arch::lane_idx(); column < args_.num_scales; column += kWarpSize) {
-    const int64_t position = token * args_.scale_token_stride + column * args_.scale_column_stride;
-    uint8_t* dst = meta + message.scales_offset + column * args_.scale_bytes;
-    if constexpr (Form::kQuantised) {  // written by this kernel
-      *reinterpret_cast<uint32_t*>(dst) =
-          arch::ld_weak(reinterpret_cast<const uint32_t*>(args_.x_scales) + position);
-    } else {
-      gather_element(dst, args_.x_scales + position * args_.scale_bytes, args_.scale_bytes);
+  const int lane = arch::lane_idx(), num_topk = message.num_topk;
+  if (TokenScales<kScales>::fits(args_)) {
+    scales_.write(args_, meta + message.scales_offset);
+  } else {
+    for (int column = lane; column < args_.num_scales; column += kWarpSize) {
+      const int64_t position =
+          token * args_.scale_token_stride + column * args_.scale_column_stride;
+      uint8_t* dst = meta + message.scales_offset + column * args_.scale_bytes;
+      if constexpr (Form::kQuantised) {  // written by this kernel
+        *reinterpret_cast<uint32_t*>(dst) =
+            arch::ld_weak(reinterpret_cast<const uint32_t*>(args_.x_scales) + position);
+      } else {
+        gather_element(dst, args_.x_scales + position * args_.scale_bytes, args_.scale_bytes);
+      }
     }
   }
-  const ExpertMap& experts = args_.experts;
-  const int first = experts.first_expert(dst_), count = experts.num_local_experts(dst_);
-  int32_t* local_experts = reinterpret_cast<int32_t*>(meta + message.topk_idx_offset);
-  float* weights = reinterpret_cast<float*>(meta + message.topk_weights_offset);
-  for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
-    const int64_t position = static_cast<int64_t>(token) * message.num_topk + k;
-    const int local = load_expert(args_.topk_idx, position, args_.topk_idx_bytes) - first;
-    const bool is_here = local >= 0 && local < count;
-    if constexpr (Form::kExpanded) {
-      local_experts[k] = is_here ? arch::ld_nc(args_.send_rows + position) : -1;
-    } else {
-      local_experts[k] = is_here ? local : -1;
-    }
-    weights[k] = is_here && args_.topk_weights != nullptr
-                     ? arch::ld_nc(args_.topk_weights + position)
-                     : 0.0f;
+  if (lane < num_topk) write_entry(meta, lane, entry_);
+  DC_NO_UNROLL
+  for (int k = lane + kWarpSize; k < num_topk; k += kWarpSize) {
+    write_entry(meta, k, load_entry(static_cast<int64_t>(token) * num_topk + k));
   }
-  if (arch::lane_idx() == 0 && args_.recv_src_idx != nullptr) {
+  if (lane == 0 && args_.recv_src_idx != nullptr) {
     *reinterpret_cast<int32_t*>(meta + message.src_idx_offset) = token;
   }
-  if (Form::kExpanded && arch::lane_idx() == 0) {
-    *reinterpret_cast<int32_t*>(meta + message.dst_row_offset) =
-        arch::ld_nc(args_.send_row + static_cast<int64_t>(token) * args_.world.num_ranks + dst_);
+  if (Form::kExpanded && lane == 0) {
+    *reinterpret_cast<int32_t*>(meta + message.dst_row_offset) = dst_row_;
   }
 }
 
@@ -179,51 +213,40 @@ DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const uint8_t* meta
   }
 }
 
-// The columns that one of the receiving warps of a source copies, of every row.
-struct Columns {
-  int first_vec;  // 16 bytes each
-  int num_vecs;
-
-  DC_DEVICE static Columns of(const DispatchArgs& args, int part) {
-    const int num_vecs = args.message.row_bytes / 16;
-    const int per_warp = ceil_div(num_vecs, args.num_receive_warps);
-    const int first = min_of(part * per_warp, num_vecs);
-    return {first, min_of(per_warp, num_vecs - first)};
-  }
-};
-
-// One warp: copies its columns of the rows that `src` sends through this channel from the ring to
-// their final rows. Returns how many rows it has read.
+// One of the warps that receive from `src` through this channel: copies the part-th of its rows from
+// the ring to their final rows, and then every num_receive_warps-th. It reports before which row all
+// of its own have been read. Returns the last of these numbers.
 template <class Form>
 DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Progress& progress,
                                 int word, int part, uint32_t num_rows, int64_t first_row) {
-  const Columns columns = Columns::of(args, part);
+  const uint32_t num_warps = args.num_receive_warps;
   const uint32_t release_step = min_of(args.num_send_tokens, args.ring.num_slots);
-  uint32_t num_reported = 0;
-  for (uint32_t row_idx = 0; row_idx < num_rows; ++row_idx) {
+  uint32_t num_reported = part;
+  // The sender may need the slots of earlier rows before it fills the first one of this warp.
+  if (arch::lane_idx() == 0) progress.report(word, num_reported);
+  for (uint32_t row_idx = part; row_idx < num_rows; row_idx += num_warps) {
     bool ok = true;
     if (arch::lane_idx() == 0) ok = ring.await_filled(row_idx);
     arch::sync_warp();  // hands the leader's acquire to all lanes
     if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return num_reported;
     if (arch::fault(Fault::kEarlyCredit) && arch::lane_idx() == 0)
-      progress.report(word, row_idx + 1);
+      progress.report(word, row_idx + num_warps);
     const int64_t ordinal = first_row + row_idx;
     int64_t row = ordinal;
     const uint8_t* slot = ring.slot(row_idx);
+    const uint8_t* meta = slot + args.message.row_bytes;
     if constexpr (Form::kExpanded) {
-      const uint8_t* meta = slot + args.message.row_bytes;
       row = arch::ld_weak(reinterpret_cast<const int32_t*>(meta + args.message.dst_row_offset));
-      if (part == 0 && ordinal < args.num_recv_rows) store_expanded_meta(args, meta, ordinal, row);
+      if (ordinal < args.num_recv_rows) store_expanded_meta(args, meta, ordinal, row);
     }
     if (row >= 0 && row < args.num_recv_rows) {
-      const size_t offset = static_cast<size_t>(columns.first_vec) * 16;
-      copy_vecs<VecSource::kPeerWritten>(args.recv_x + row * args.message.row_bytes + offset,
-                                         slot + offset, columns.num_vecs);
-      if (!Form::kExpanded && part == 0) store_meta(args, slot + args.message.row_bytes, row);
+      copy_vecs<VecSource::kPeerWritten>(args.recv_x + row * args.message.row_bytes, slot,
+                                         args.message.row_bytes / 16);
+      if (!Form::kExpanded) store_meta(args, meta, row);
     }
-    if (row_idx + 1 - num_reported >= release_step) {
+    if (row_idx + num_warps - num_reported >= release_step) {
       arch::sync_warp();  // every lane has read its part of the slots
-      num_reported = row_idx + 1;
+      num_reported = row_idx + num_warps;
       if (arch::lane_idx() == 0) progress.report(word, num_reported);
     }
   }
@@ -231,7 +254,8 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
   return num_rows;
 }
 
-// One warp: copies its columns of the rows that stay on this rank, straight from x.
+// One of the warps that handle this rank's own tokens: copies the part-th one straight from x, and
+// then every num_receive_warps-th.
 template <class Form>
 DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, int64_t first_row) {
   const World& world = args.world;
@@ -245,27 +269,25 @@ DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, in
   constexpr VecSource kRows = Form::kQuantised ? VecSource::kPeerWritten : VecSource::kInput;
   constexpr ScaleSource kScales =
       Form::kQuantised ? ScaleSource::kWrittenHere : ScaleSource::kInput;
-  const size_t offset = static_cast<size_t>(Columns::of(args, part).first_vec) * 16;
-  const int num_vecs = Columns::of(args, part).num_vecs;
   TokenSource<Form> tokens(args, ChannelRange::of(args.num_tokens, args.ring.num_channels, channel),
                            world.rank);
+  int turn = part;  // tokens until this warp's next one
   int64_t ordinal = first_row;
   for (int token = tokens.next(); token >= 0; token = tokens.next(), ++ordinal) {
+    if (turn-- != 0) continue;
+    turn = args.num_receive_warps - 1;
     if (ordinal < 0 || ordinal >= args.num_recv_rows) return;
     int64_t row = ordinal;
     if constexpr (Form::kExpanded) {
       row = arch::ld_nc(args.send_row + static_cast<int64_t>(token) * world.num_ranks + world.rank);
-      if (part == 0) {
-        ExpandedMeta<kScales> meta;
-        meta.load(args, token);
-        meta.store(args, token, world.rank, output, ordinal, row);
-      }
+      ExpandedMeta<kScales> meta;
+      meta.load(args, token);
+      meta.store(args, token, world.rank, output, ordinal, row);
       if (row < 0 || row >= args.num_recv_rows) continue;
     }
-    copy_vecs<kRows>(args.recv_x + row * args.message.row_bytes + offset,
-                     tokens.row(token) + offset, num_vecs);
-    if (!Form::kExpanded && part == 0)
-      store_token_meta<kScales>(args, token, world.rank, output, row);
+    copy_vecs<kRows>(args.recv_x + row * args.message.row_bytes, tokens.row(token),
+                     args.message.row_bytes / 16);
+    if (!Form::kExpanded) store_token_meta<kScales>(args, token, world.rank, output, row);
   }
 }
 

@@ -3,7 +3,8 @@
 //
 //   int            next()                              the next row, or -1; the whole warp calls it
 //   const uint8_t* row(int row)                        its first byte
-//   void           write_meta(uint8_t* meta, int row)  fills the metadata in shared memory
+//   void           load_meta(int row)                  begins to load the metadata
+//   void           write_meta(uint8_t* meta, int row)  fills those loaded last in shared memory
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -93,9 +94,15 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
   };
   while (load_row >= 0 && pipe.can_load()) load_next();
 
+  // The metadata of a row are loaded while the row before it is stored. Otherwise each row would wait
+  // for memory.
   uint32_t row_idx = 0;
   bool ok = true;
-  for (int row = current.next(); row >= 0; row = current.next(), ++row_idx) {
+  int next_row = current.next();
+  if (next_row >= 0 && meta_bytes != 0) current.load_meta(next_row);
+  for (; next_row >= 0; ++row_idx) {
+    const int row = next_row;
+    next_row = current.next();
     if (is_leader) ok = acquire_slot(ring, sent, row_idx);
     ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
     if (!ok) break;
@@ -108,6 +115,7 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
         // The metadata before the bulk copy that reads it.
         arch::fence_proxy_async_shared();
         arch::sync_warp();
+        if (next_row >= 0) current.load_meta(next_row);
         num_bytes += meta_bytes;
       }
       if (is_leader) {

@@ -47,7 +47,8 @@ DC_HOST_DEVICE constexpr uint32_t next_generation(uint32_t generation) {
 // Work that warps of the running kernel have taken.
 struct TakenWork {
   uint32_t num_tokens;
-  uint32_t num_chunks[kMaxRanks];  // of the rows to a rank; of expand_rows: tokens, at 0
+  // 0: what a kernel deals besides. Combine between nodes: the last rank of the node, too.
+  uint32_t num_chunks[kMaxRanks];
 };
 
 // Words of this rank alone; no peer touches them.

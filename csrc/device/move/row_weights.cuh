@@ -1,5 +1,5 @@
 // The top-k weights that a combine's senders put behind the rows of x. Args: of a combine of either
-// tier.
+// tier. combine_sums may have written them beside the kernel: not read-only memory.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -13,7 +13,7 @@ class RowWeights {
   template <class Args>
   DC_DEVICE void load(const Args& args, int64_t row) {
     const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
-    if (lane < num_topk) ahead_ = arch::ld_nc(args.topk_weights + row * num_topk + lane);
+    if (lane < num_topk) ahead_ = arch::ld_weak(args.topk_weights + row * num_topk + lane);
   }
   // Of the row loaded last.
   template <class Args>
@@ -23,7 +23,7 @@ class RowWeights {
     if (lane < num_topk) dst[lane] = ahead_;
     DC_NO_UNROLL
     for (int k = lane + kWarpSize; k < num_topk; k += kWarpSize) {
-      dst[k] = arch::ld_nc(args.topk_weights + row * num_topk + k);
+      dst[k] = arch::ld_weak(args.topk_weights + row * num_topk + k);
     }
   }
 

@@ -16,6 +16,7 @@ from roundtrip import buffer_of, call_once, run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds, simulated
 
 from deep_comm import simulate
+from deep_comm.backends import cpu
 
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2)]
 
@@ -102,6 +103,10 @@ CASES = {
     ("staged", "put"): STAGED,
     # Where rows are stored, that memory is enough for places, which need no slots to send from.
     ("staged", "stored"): dataclasses.replace(STAGED, is_direct=True),
+    ("sums alone", "put"): dataclasses.replace(STAGED, ranks_per_node=1, rdma_bytes=1 << 13),
+    ("sums alone", "stored"): dataclasses.replace(
+        STAGED, ranks_per_node=1, rdma_bytes=1 << 14, is_direct=True
+    ),
     ("early", "put"): EARLY,
     ("early", "stored"): EARLY,
 }
@@ -151,6 +156,8 @@ FAULTS = {
         "early_rail_done",  # a call could return while its kernel still needs the NIC
     ],
     ("staged", "stored"): ["skip_arrival", "weaken_fence", "skip_entry_barrier"],
+    ("sums alone", "put"): ["skip_arrival", "reorder_rail", "weaken_fence", "skip_bulk_wait"],
+    ("sums alone", "stored"): ["skip_arrival", "weaken_fence"],
     ("early", "put"): ["skip_entry_barrier", "skip_bulk_wait", "weaken_release"],
     ("early", "stored"): ["skip_entry_barrier", "skip_bulk_wait", "weaken_release"],
 }  # fmt: skip
@@ -231,13 +238,33 @@ def test_more_items_than_the_publisher_is_told_of_at_once(
     run_seeds(range(3), lambda seed: dataclasses.replace(case, seed=seed), run_case, verify)
 
 
-@pytest.mark.usefixtures("near")
+@pytest.fixture
+def partly_near(near: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores reach the nodes, but another rank's do not: chunks are those of puts."""
+    monkeypatch.setattr(cpu._HostHeap, "stores_reach", lambda heap, peers: False)
+
+
+# Chunks of four sums, which several blocks fill.
+COUNTED = dataclasses.replace(
+    STAGED, rail_chunk=4, rail_slots=8, rdma_bytes=1 << 15, is_direct=True
+)
+
+
+@pytest.mark.usefixtures("partly_near")
 def test_chunks_that_several_blocks_fill_are_stored_as_one() -> None:
-    case = CASES["staged", "stored"]
-    case = dataclasses.replace(case, rail_chunk=4, rail_slots=8, rdma_bytes=1 << 15)
     run_seeds(
-        found_seeds.CHUNKS, lambda seed: dataclasses.replace(case, seed=seed), run_case, verify
+        found_seeds.CHUNKS, lambda seed: dataclasses.replace(COUNTED, seed=seed), run_case, verify
     )
+
+
+@pytest.mark.usefixtures("partly_near")
+@pytest.mark.parametrize(
+    ("ranks_per_node", "fault"),
+    [(2, "skip_rail_fence"), (2, "weaken_fence"), (1, "weaken_fence"), (1, "skip_arrival")],
+)
+def test_simulation_finds_the_fault_where_some_are_near(ranks_per_node: int, fault: str) -> None:
+    case = dataclasses.replace(COUNTED, ranks_per_node=ranks_per_node)
+    find_fault(fault, case, run_case, verify)
 
 
 @pytest.mark.parametrize("without", [0, 3])
