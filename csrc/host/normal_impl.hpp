@@ -26,7 +26,6 @@ typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& con
           ", must be a positive multiple of 16");
   Shape shape{};
   shape.num_senders = num_senders;
-  // Few senders share what the least of a combine have.
   const Tuning& tuning = Target::kTuning;
   const int warp_limit = min_of(
       tuning.sender_smem_bytes * max_of(1, tuning.min_senders / max_of(1, num_senders)),
@@ -251,6 +250,7 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   constexpr int kMaxWarps = DispatchKernel<false, false>::kMaxThreads / kWarpSize;
   args.num_receive_warps =
       min_of(tuning.num_receive_warps, (kMaxWarps - world_.num_ranks) / world_.num_ranks);
+  static_assert(kMaxWarps <= Progress::kMaxWords);  // each has one at most
   const int num_ring_warps =
       shape.num_senders + world_.num_ranks * args.num_receive_warps + 1;  // and the publisher
   args.stage = shape.stage;

@@ -78,7 +78,9 @@ struct Tuning {
   int num_link_sms;           // direct dispatch: SMs whose rows to peers the links keep up with
   int num_direct_cast_warps;  // the same, of rows that are quantised on their way
   int num_direct_meta_warps;
-  int sender_smem_bytes;  // stages of one sending warp, at most: what a block leaves is L1 for its readers
+  // Stages of one sending warp, at most; fewer senders than min_senders share what so many have. What
+  // a block leaves is L1 for its readers.
+  int sender_smem_bytes;
   int low_latency_threads;
   int internode_notify_threads;
   int num_count_blocks;       // two tiers: blocks that count a rank's tokens, at most

@@ -33,7 +33,7 @@ class HostTarget {
       .senders_of_few_twos = 2,
       .most_single_rows = 8,
       .min_senders = 1,
-      .num_receive_warps = 2,
+      .num_receive_warps = 3,
       .num_direct_move_warps = 2,
       .num_link_sms = 1,
       .num_direct_cast_warps = 3,

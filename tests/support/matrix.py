@@ -131,11 +131,15 @@ SPECIAL: dict[str, Case] = {
     # A row's scales begin anywhere in a line, and a warp stores them line by line; more than a warp
     # holds go another way.
     **{
-        f"{num} scales a row, direct": Case(
+        f"{num} scales a row, {mode}": Case(
             (11, 14), hidden=256, experts=4, topk=3, dtype=torch.uint8, num_sms=2,
             scales=Scales(num, torch.float32 if num % 2 else torch.int32),
-            direct_bytes=8 << 20,
+            direct_bytes=direct_bytes,
         )
         for num in (31, 32, 33, 56, 63, 97, 128, 129)
+        for mode, direct_bytes in (("direct", 8 << 20), ("rings", 0))
     },
+    "more selections than a warp has lanes, rings": Case(
+        (9, 14, 0), hidden=64, experts=80, topk=40, num_sms=2, slots=2, send_chunk=2
+    ),
 }  # fmt: skip

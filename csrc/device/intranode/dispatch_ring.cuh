@@ -138,8 +138,9 @@ DC_DEVICE void TokenSource<Form>::write_meta(uint8_t* meta, int token) const {
   }
 }
 
-// Progress words: [peer] rows sent to it; then num_receive_warps words per source, rows received by
-// each of these warps.
+// Progress words: [peer] rows sent to it; then num_receive_warps words per source: before which row
+// each of these warps has read all of its own. A word may be larger than the number of rows. The
+// least of a source is not: the warp whose turn it is next has read no later row.
 DC_DEVICE int receive_word(const DispatchArgs& args, int src) {
   return args.world.num_ranks + src * args.num_receive_warps;
 }
@@ -214,8 +215,8 @@ DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const uint8_t* meta
 }
 
 // One of the warps that receive from `src` through this channel: copies the part-th of its rows from
-// the ring to their final rows, and then every num_receive_warps-th. It reports before which row all
-// of its own have been read. Returns the last of these numbers.
+// the ring to their final rows, and then every num_receive_warps-th. Returns what it reports last: the
+// number of rows, or, if a wait has failed, what it has reported before.
 template <class Form>
 DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Progress& progress,
                                 int word, int part, uint32_t num_rows, int64_t first_row) {
@@ -250,7 +251,8 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
       if (arch::lane_idx() == 0) progress.report(word, num_reported);
     }
   }
-  // No sender waits for the credit of the last rows: a warp reports at least every ring of slots.
+  // No sender waits for the credit of the last rows: what a warp has read but not reported is less than
+  // release_step, and so than a ring of slots.
   return num_rows;
 }
 

@@ -10,7 +10,7 @@
 
 namespace deep_comm {
 
-// Reports of a block's moving warps, in shared memory: a count of rows each.
+// Reports of a block's moving warps, in shared memory: a number of rows each, as Published takes it.
 struct Progress {
   static constexpr uint32_t kFinished = 1u << 31;
   static constexpr int kMaxWords = 32;
@@ -23,7 +23,7 @@ struct Progress {
     if (arch::thread_idx() < kMaxWords) words[arch::thread_idx()] = 0;
     if (arch::thread_idx() == 0) bell = 0;
   }
-  // One lane: `num_rows` rows have landed, or have been read.
+  // One lane: the first `num_rows` rows have landed, or have been read, as far as they are its warp's.
   DC_DEVICE void report(int word, uint32_t num_rows) {
     // pairs with: publish_progress, which may read the word before the bell rings — the rows
     arch::st_release_cta(&words[word], num_rows);
@@ -47,8 +47,8 @@ DC_DEVICE bool await_bell(const Context& context, const uint32_t* bell, uint32_t
   return arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
 }
 
-// What one lane of the publishing warp turns into a Tagged word at a peer: how far all of
-// `num_words` reports have come. Default: nothing.
+// What one lane of the publishing warp turns into a Tagged word at a peer: the least of `num_words`
+// reports, which is how far all of these warps have come. Default: nothing.
 struct Published {
   uint64_t* target = nullptr;
   int first_word = 0;
