@@ -88,8 +88,11 @@ class SymmetricMemory:
             group: a torch.distributed group of any backend, a ThreadGroup, a SimulatedGroup, or
                 None.
             num_bytes: on every rank, for tensors and words. Each takes whole lines of 128 bytes.
-            staging_bytes: for the collectives of ``deep_comm.tp``; twice as much is allocated. One
-                call stages at most its x, rounded up by 16 bytes for each rank.
+            staging_bytes: for the collectives and products of ``deep_comm.tp``; twice as much is
+                allocated. It must hold what is gathered, scattered or added in one call, of all
+                ranks together, each rank's part rounded up to 16 bytes: half of R * x of
+                ``all_gather``, half of x of ``reduce_scatter``, x of ``all_reduce`` in two shots,
+                and half of R * x in one.
             num_sms: default 64, on the host target 2.
             multicast: sums of ``deep_comm.tp`` are taken by the NVLink switch, in an order that
                 nobody specifies. The memory is torch's symmetric memory then. Needs a
@@ -152,7 +155,7 @@ class SymmetricMemory:
         begin = self._context.engine.data_offset
         calls = self._context.native_calls
         calls.set_staging(
-            offset=begin, num_bytes=staging, multicast=self._context.heap.multicast_base
+            offset=begin, num_bytes=2 * staging, multicast=self._context.heap.multicast_base
         )
         self._begin = begin + 2 * staging + _whole_lines(_NUM_PROGRESS * _WORD)
         self._next = self._begin

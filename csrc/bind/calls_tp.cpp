@@ -145,7 +145,7 @@ void bind_tp_calls(BufferClass& buffer) {
         self.context.staging = {offset, num_bytes, reinterpret_cast<uint8_t*>(multicast)};
       },
       py::kw_only(), py::arg("offset"), py::arg("num_bytes"), py::arg("multicast"),
-      "Where collectives stage: two parts of num_bytes, from the heap's base; and the address that "
+      "Where peers push parts of collectives, from the heap's base; and the address that "
       "stands for all heaps' bases, or 0.");
 }
 

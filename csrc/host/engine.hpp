@@ -277,6 +277,7 @@ class Engine final : public EngineCalls {
   }
   template <Collective kOp>
   void prepare_collective();
+  int deal_parts(CollectiveArgs& args, int max_blocks) const;
   // Whether the second launch of a pair may hold SMs beside the first (early_launches.hpp).
   bool begins_beside(bool may_run_beside);
   // Of this rank alone, for local kernels over rows that came from several nodes.

@@ -54,7 +54,9 @@ uintptr_t cuda_allocate(int device, size_t num_bytes) {
   if (num_bytes == 0) throw std::invalid_argument(on_device(action, device) + ": must be > 0");
   DeviceGuard guard(device, action);
   void* memory = nullptr;
-  const cudaError_t status = cudaMalloc(&memory, num_bytes);
+  // Whole pages: where the last one is not, a peer's copy engines store to all of it at 300 GB/s instead of 390.
+  constexpr size_t kPage = size_t{2} << 20;
+  const cudaError_t status = cudaMalloc(&memory, (num_bytes + kPage - 1) / kPage * kPage);
   if (status == cudaErrorMemoryAllocation) {
     size_t free_bytes = 0, total_bytes = 0;
     cudaGetLastError();

@@ -97,10 +97,11 @@ struct Tuning {
   int expand_threads;  // expand_received, transpose_scales
   int reduce_experts_threads;
   int num_collective_warps;  // of a block, after the first
-  // of a shard, that a block takes at a time: at least while there are blocks left, and at most
-  int least_part_vecs;
-  int most_part_vecs;
-  int most_local_blocks;  // of add_slots
+  int most_push_warps;       // of them, where other blocks take what is pushed
+  int most_push_blocks;      // and a quarter of all
+  int most_part_vecs;        // of a shard, that a warp takes at a time
+  int most_piece_vecs;       // of these, that it pushes at a time
+  int most_local_blocks;     // of add_slots
   int add_slots_threads;
 };
 

@@ -50,8 +50,10 @@ class CudaTarget {
                                      .expand_threads = 1024,
                                      .reduce_experts_threads = 640,
                                      .num_collective_warps = 15,
-                                     .least_part_vecs = 256,
-                                     .most_part_vecs = 2048,
+                                     .most_push_warps = 15,
+                                     .most_push_blocks = 12,
+                                     .most_part_vecs = 256,
+                                     .most_piece_vecs = 256,
                                      .most_local_blocks = 528,
                                      .add_slots_threads = 512};
 

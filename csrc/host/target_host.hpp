@@ -54,8 +54,10 @@ class HostTarget {
       .expand_threads = 64,
       .reduce_experts_threads = 96,  // of sums inside a node two warps add, one publishes
       .num_collective_warps = 6,
-      .least_part_vecs = 2,
+      .most_push_warps = 4,
+      .most_push_blocks = 2,
       .most_part_vecs = 3,
+      .most_piece_vecs = 1,
       .most_local_blocks = 2,
       .add_slots_threads = 64};
 

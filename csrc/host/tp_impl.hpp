@@ -28,16 +28,6 @@ void with_collective(Dtype dtype, bool has_multicast, const Visit& visit) {
   }
 }
 
-// A rank alone stages nothing.
-inline CollectiveRoles collective_roles(Collective op, int num_ranks, int num_warps) {
-  const bool has_sums = op == Collective::kAllReduceTwice || op == Collective::kAllReduceNorm;
-  const int num_stage_warps = num_ranks == 1 ? 0 : has_sums ? (num_warps + 2) / 4 : num_warps / 2;
-  const int num_others = num_warps - num_stage_warps;
-  if (op == Collective::kAllGather) return {num_stage_warps, 0, num_others};
-  if (!has_sums) return {num_stage_warps, num_others, 0};
-  return {num_stage_warps, num_others / 2, num_others - num_others / 2};
-}
-
 }  // namespace detail
 
 template <class Target>
@@ -51,25 +41,64 @@ void Engine<Target>::prepare_collective() {
   }
 }
 
+// Fills in who takes which parts. Returns the number of blocks, at most max_blocks.
+template <class Target>
+int Engine<Target>::deal_parts(CollectiveArgs& args, int max_blocks) const {
+  constexpr Tuning kTuning = Target::kTuning;
+  const bool is_alone = world_.num_ranks == 1, is_lone_block = max_blocks == 1;
+  const int num_warps = kTuning.num_collective_warps;
+  CollectiveRoles& roles = args.roles;
+  roles.num_push_warps = is_alone        ? 0
+                         : is_lone_block ? (num_warps + 2) / 4
+                                         : min_of(num_warps, kTuning.most_push_warps);
+  const int num_takers = num_warps - (is_lone_block ? roles.num_push_warps : 0);
+  const bool spreads_sums =
+      args.op == Collective::kAllReduceTwice || args.op == Collective::kAllReduceNorm;
+  roles.num_reduce_warps = args.op == Collective::kAllGather ? 0
+                           : spreads_sums                    ? num_takers / 2
+                                                             : num_takers;
+  roles.num_gather_warps = num_takers - roles.num_reduce_warps;
+
+  const int most_push_blocks =
+      is_alone ? 0 : max_of(1, min_of(kTuning.most_push_blocks, max_blocks / 4));
+  const int num_pushers = max_of(1, most_push_blocks * roles.num_push_warps);
+  const int64_t part_vecs =
+      min_of<int64_t>(kTuning.most_part_vecs, ceil_div<int64_t>(args.shard_vecs, num_pushers));
+  // Parts that begin at lines, where they are so long, and have whole rows, where rows count.
+  args.part_vecs = align_up(align_up<int64_t>(part_vecs, part_vecs < kWarpSize ? 1 : kWarpSize),
+                            max_of<int64_t>(args.norm.row_vecs, 1));
+  args.piece_vecs = min_of<int64_t>(kTuning.most_piece_vecs, args.part_vecs);
+  args.num_parts = static_cast<int>(ceil_div(args.shard_vecs, args.part_vecs));
+  const auto blocks_for = [&](int most, int warps) {
+    return static_cast<int>(min_of<int64_t>(most, ceil_div(args.num_parts, warps)));
+  };
+  args.num_push_blocks = is_alone ? 0 : blocks_for(most_push_blocks, roles.num_push_warps);
+  args.first_take_block = is_lone_block ? 0 : args.num_push_blocks;
+  const int num_take_blocks =
+      blocks_for(max_blocks - args.first_take_block,
+                 roles.num_reduce_warps == 0 ? roles.num_gather_warps : roles.num_reduce_warps);
+
+  const bool pushes_sums = spreads_sums && args.multicast == nullptr;
+  const int num_sum_pushers = pushes_sums ? roles.num_reduce_warps : 0;
+  const int num_in_block = is_lone_block ? roles.num_push_warps + num_sum_pushers
+                                         : max_of(roles.num_push_warps, num_sum_pushers);
+  args.entry_offset =
+      align_up<size_t>(num_in_block * PiecePusher::kNumRooms * args.piece_vecs * sizeof(Vec16),
+                       alignof(CollectiveEntry));
+  return args.first_take_block + num_take_blocks;
+}
+
 template <class Target>
 void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int digest, int max_blocks,
                                 uint64_t stream) {
   constexpr Tuning kTuning = Target::kTuning;
   detail::require(!is_internode(), "collectives serve ranks inside a node");
-  args.roles = detail::collective_roles(args.op, world_.num_ranks, kTuning.num_collective_warps);
-  // Parts of whole rows, where rows count.
-  const int64_t unit = max_of<int64_t>(args.norm.row_vecs, 1);
-  const int num_blocks = static_cast<int>(min_of<int64_t>(
-      max_blocks,
-      ceil_div<int64_t>(args.shard_vecs, max_of<int64_t>(unit, kTuning.least_part_vecs))));
-  args.part_vecs = align_up(
-      min_of<int64_t>(kTuning.most_part_vecs, ceil_div<int64_t>(args.shard_vecs, num_blocks)),
-      unit);
-  args.num_parts = static_cast<int>(ceil_div(args.shard_vecs, args.part_vecs * num_blocks));
+  const int num_blocks = deal_parts(args, max_blocks);
   const auto half = [](int64_t value, int idx) { return static_cast<int>(value >> (32 * idx)); };
-  const std::array<int, 11> agreed = {static_cast<int>(args.op),
+  const std::array<int, 12> agreed = {static_cast<int>(args.op),
                                       digest,
                                       num_blocks,
+                                      args.num_push_blocks,
                                       half(args.num_bytes, 0),
                                       half(args.num_bytes, 1),
                                       half(args.shard_bytes, 0),
@@ -79,8 +108,8 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int digest, in
                                       static_cast<int>(args.norm.row_vecs),
                                       bit_cast<int>(args.norm.eps)};
   const LaunchConfig config{.num_blocks = num_blocks,
-                            .num_threads = args.roles.num_warps() * kWarpSize,
-                            .smem_bytes = 16};
+                            .num_threads = (1 + kTuning.num_collective_warps) * kWarpSize,
+                            .smem_bytes = args.entry_offset + sizeof(CollectiveEntry)};
   const auto launch_op = [&]<Collective kOp>() {
     detail::with_collective<kOp>(
         dtype, args.multicast != nullptr, [&]<class KernelType>(KernelType) {

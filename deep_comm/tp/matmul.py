@@ -223,7 +223,7 @@ def matmul_reduce_scatter(
         x: [..., K] as of ``all_gather_matmul``, but for K, which may differ between ranks. R
             divides the extent of ``scatter_dim``.
         weight: [K, N], this rank's; the same N on all ranks.
-        memory: its 2 * ``staging_bytes`` must hold the product; ``staging_bytes`` if unfused.
+        memory: its 2 * ``staging_bytes`` must hold the product.
         reduce_op: "avg" divides the rounded sum by R and rounds again. The same on all ranks.
         scatter_dim: of the product, along which its R parts lie; the same on all ranks.
         scales, out_dtype, method: as of ``all_gather_matmul``.

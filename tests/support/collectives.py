@@ -158,7 +158,7 @@ def random_case(seed: int, max_ranks: int = 5) -> CollectiveCase:
         op = choose.choice((*OPS, NORM))
         if op == NORM:
             shape = choose.choice((1, 2, 5)), choose.choice((8, 24, 264))
-            return Call(op, shape, choose.choice(FLOATS), choose.choice((1, 2, 3)))
+            return Call(op, shape, choose.choice(FLOATS), choose.choice((1, 2, 3, 9)))
         rows = choose.choice((1, 2, 5))
         if op == "reduce_scatter":
             rows *= num_ranks
@@ -166,7 +166,7 @@ def random_case(seed: int, max_ranks: int = 5) -> CollectiveCase:
             op,
             (rows, choose.choice((1, 3, 8, 24, 65))),
             choose.choice((*FLOATS, torch.int64) if op == "all_gather" else FLOATS),
-            choose.choice((1, 1, 2, 3)),
+            choose.choice((1, 1, 2, 3, 9)),
             choose.choice((0, 0, 0, 1)),
         )
 

@@ -1,5 +1,5 @@
 // Parts of tensors, by the warps of a team: copied, or added. Tensors may begin anywhere and end
-// inside of a vector; a staging begins at a vector, and what follows the tensor's end there is zeros.
+// inside of a vector; a staging begins at a vector, and what follows the tensor's end there counts for nothing.
 #pragma once
 
 #include "device/move/reduce.cuh"
@@ -15,6 +15,7 @@ struct Team {
   int warp;  // of num_warps; this thread's
   int num_warps;
 
+  DC_HOST_DEVICE static Team alone() { return {0, 1}; }
   DC_HOST_DEVICE int num_threads() const { return num_warps * kWarpSize; }
   // Calls visit(v) for vectors v, v + 32, … v + 32 * (kUnroll - 1) of this lane.
   template <int kUnroll, class Visit>
@@ -64,10 +65,9 @@ DC_DEVICE void store_output(uint8_t* output, int64_t num_bytes, int64_t v, const
 }
 
 // load(v), then store(v, vec), for the vectors of the range. Loads of several are in flight together.
-template <class Load, class Store>
+template <int kUnroll = 4, class Load, class Store>
 DC_DEVICE void copy_range(const Team& team, const VecRange& range, const Load& load,
                           const Store& store) {
-  constexpr int kUnroll = 4;
   team.for_each<kUnroll>(range, [&](int64_t base) {
     Vec16 vecs[kUnroll];
     DC_UNROLL

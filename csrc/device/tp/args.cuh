@@ -6,7 +6,7 @@
 
 namespace deep_comm {
 
-// What is staged, then loaded from the peers: see collective.cuh.
+// What is pushed, then added or copied: see collective.cuh.
 enum class Collective : int {
   kAllGather,
   kReduceScatter,
@@ -18,13 +18,9 @@ enum class Collective : int {
 
 // Warps of a block after the first one, by what they do. 0: the operation has no such work.
 struct CollectiveRoles {
-  int num_stage_warps;
-  int num_reduce_warps;
+  int num_push_warps;    // of a block that pushes
+  int num_reduce_warps;  // of one that takes what was pushed
   int num_gather_warps;
-
-  DC_HOST_DEVICE int num_warps() const {
-    return 1 + num_stage_warps + num_reduce_warps + num_gather_warps;
-  }
 };
 
 // Root mean square normalisation of rows of row_vecs vectors.
@@ -42,18 +38,22 @@ struct CollectiveArgs {
   const uint8_t* x;  // [num_bytes]
   uint8_t* out;      // all-gather: [R * num_bytes]; reduce-scatter: [shard_bytes]; else as x
   int64_t num_bytes;
-  // Shards of x: of R ranks, or one. The last may be shorter, or empty. In a staging each has
+  // Shards of x: of R ranks, or one. The last may be shorter, or empty. A slot of a staging has
   // shard_vecs vectors.
   int64_t shard_bytes;
   int64_t shard_vecs;
-  int64_t part_vecs;  // of a shard, that a block takes at a time
-  int num_parts;      // of a block
+  int64_t part_vecs;   // of a shard, that a warp takes at a time
+  int64_t piece_vecs;  // of a part, that it pushes at a time
+  int num_parts;       // of a shard
   CollectiveRoles roles;
-  uint64_t staging;        // the first of two, from the segment's start
-  uint64_t staging_bytes;  // of one
-  uint32_t signature;      // of operation and arguments, equal on all ranks
-  RowNorm norm;            // kAllReduceNorm
-  uint8_t* multicast;      // window over all segments (see Multicast); null: there is none
+  int num_push_blocks;    // the first ones
+  int first_take_block;   // so do this one and those after it; 0 if one block does both
+  uint64_t entry_offset;  // of the CollectiveEntry in shared memory
+  uint64_t staging;       // from the segment's start
+  uint64_t staging_bytes;
+  uint32_t signature;  // of operation and arguments, equal on all ranks
+  RowNorm norm;        // kAllReduceNorm
+  uint8_t* multicast;  // window over all segments (see Multicast); null: there is none
 };
 
 // signal_word and await_word, of one stream.

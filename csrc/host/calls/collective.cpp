@@ -55,6 +55,15 @@ TensorSpec spec_of(const TensorRef& x, int64_t num_rows) {
   return spec;
 }
 
+// What ranks push into a staging: a slot from each of them, and another one of its sums.
+int64_t staged_bytes(const CallContext& context, Collective op, int64_t shard_vecs) {
+  const int num_ranks = context.group.num_ranks;
+  if (num_ranks == 1) return 0;
+  const bool spreads_sums = op == Collective::kAllReduceTwice || op == Collective::kAllReduceNorm;
+  const bool has_sums = spreads_sums && context.staging.multicast == nullptr;
+  return shard_vecs * kVecBytes * num_ranks * (has_sums ? 2 : 1);
+}
+
 CheckedCollective check(const CallContext& context, Collective op, const TensorRef& x,
                         const IntegerRef& num_sms) {
   const bool has_rows = op == Collective::kAllGather || op == Collective::kReduceScatter ||
@@ -88,11 +97,11 @@ CheckedCollective check(const CallContext& context, Collective op, const TensorR
     checked.shard_bytes = align_up(ceil_div<int64_t>(checked.num_bytes, num_ranks), kVecBytes);
   }
   checked.shard_vecs = ceil_div(checked.shard_bytes, kVecBytes);
-  const bool has_shards = op != Collective::kAllGather && op != Collective::kAllReduceOnce;
-  const int64_t staged =
-      num_ranks == 1 ? 0 : checked.shard_vecs * kVecBytes * (has_shards ? num_ranks : 1);
+  const int64_t staged = staged_bytes(context, op, checked.shard_vecs);
   if (staged > static_cast<int64_t>(context.staging.num_bytes)) {
-    refuse_memory("staging_bytes", context.staging.num_bytes, static_cast<size_t>(staged),
+    // Twice what the caller has given is staging.
+    refuse_memory("staging_bytes", context.staging.num_bytes / 2,
+                  static_cast<size_t>(ceil_div<int64_t>(staged, 2)),
                   "an x of " + std::to_string(checked.num_bytes) + " bytes");
   }
   return checked;
@@ -212,8 +221,11 @@ Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod meth
   // In one shot every rank asks the switch, whose order may differ from rank to rank. A sum of two
   // has no order.
   const bool has_order = context.staging.multicast == nullptr;
-  const bool is_small =
-      num_ranks <= 2 || (has_order && x.num_elements() * x.type.num_bytes <= most);
+  const int64_t num_bytes = x.num_elements() * x.type.num_bytes;
+  const bool has_room =
+      staged_bytes(context, Collective::kAllReduceOnce, ceil_div(num_bytes, kVecBytes)) <=
+      static_cast<int64_t>(context.staging.num_bytes);
+  const bool is_small = num_ranks <= 2 || (has_order && has_room && num_bytes <= most);
   const bool is_one_shot =
       method == AllReduceMethod::kAuto ? is_small : method == AllReduceMethod::kOneShot;
   return collective(context, is_one_shot ? Collective::kAllReduceOnce : Collective::kAllReduceTwice,

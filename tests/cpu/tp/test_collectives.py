@@ -46,7 +46,7 @@ def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int, multica
     calls = tuple(
         Call(op, shape, dtype, num_sms)
         for shape in shapes
-        for dtype, num_sms in zip(FLOATS, (1, 2, 3), strict=True)
+        for dtype, num_sms in zip(FLOATS, (1, 2, 9), strict=True)
     )
     on_threads(CollectiveCase(num_ranks, calls, multicast=multicast))
 
@@ -58,7 +58,7 @@ def test_sums_with_a_residual_are_normalised(num_ranks: int, multicast: bool) ->
     calls = tuple(
         Call(NORM, shape, dtype, num_sms)
         for shape in shapes
-        for dtype, num_sms in zip(FLOATS, (1, 2, 3), strict=True)
+        for dtype, num_sms in zip(FLOATS, (1, 2, 9), strict=True)
     )
     on_threads(CollectiveCase(num_ranks, calls, staging_bytes=1 << 16, multicast=multicast))
 

@@ -321,7 +321,7 @@ def test_bad_arguments_are_refused_by_rule(rule: str) -> None:
 @pytest.mark.parametrize(
     ("call", "needed_bytes", "shape"),
     [
-        (lambda memory: tp.reduce_scatter(ones(2, 1000), memory), 8000, (1, 1000)),
+        (lambda memory: tp.reduce_scatter(ones(2, 1000), memory), 4000, (1, 1000)),
         (lambda memory: gather(memory, ones(100, 4)), 1600, (200, 4)),
     ],
     ids=["reduce_scatter", "all_gather_matmul"],
