@@ -86,8 +86,8 @@ def all_gather(
     Args:
         x: [N, ...] of any dtype, contiguous; the same shape and dtype on all ranks.
         memory: whose ranks take part. Without ``out`` it stages x.
-        out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines bring the peers' rows
-            from their ``out``, between two barriers, and no SM moves data. It is the fastest where
+        out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines bring x to the peers'
+            ``out``, between two barriers, and no SM moves data. It is the fastest where
             x lies in its place, rows rank * N and those after it of ``out.local``; from elsewhere
             it is copied there. x lies in no other rows of ``out``. The result is this memory: the
             next call with it overwrites it. All ranks give the same ``out``, or none.
@@ -131,14 +131,14 @@ def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) 
     if begin - num_bytes < first < begin + memory.group_size * num_bytes and not is_own:
         rule = f"must not lie in out, except in rows {memory.rank * rows} and those after it"
         raise ArgumentError("x", "other rows of it", rule)
+    own = slice(memory.rank * rows, (memory.rank + 1) * rows)
     if not is_own:
-        # Nobody reads them any more: the second barrier of the last call.
-        out.local[memory.rank * rows : (memory.rank + 1) * rows].copy_(x)
+        out.local[own].copy_(x)
+    # After it nobody reads the last result; after the other one all rows have arrived.
     memory._context.barrier(digest_of(out.offset, out.shape))
     for turn in range(1, memory.group_size):
         peer = (memory.rank + turn) % memory.group_size
-        theirs = slice(peer * rows, (peer + 1) * rows)
-        out.local[theirs].copy_(out.peer(peer)[theirs])
+        out.peer(peer)[own].copy_(out.local[own])
     memory.barrier()
     return out.local
 
