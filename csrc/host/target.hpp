@@ -69,19 +69,17 @@ struct Tuning {
   int num_window_tokens;
   int min_staged_senders;
   int max_staged_senders;
-  int senders_of_twos;      // where chunks have two rows and more, at most
-  int senders_of_few_twos;  // the same, where there are words for chunks of one row, too
-  int most_single_rows;     // combine: of a rank, beyond which they travel in twos
-  int min_senders;          // combine: warps of a block that send, at least
-  // ring dispatch: of a block, for each rank it sends to, or receives from; at most
-  int num_ring_send_warps;
-  int num_ring_receive_warps;
+  int senders_of_twos;        // where chunks have two rows and more, at most
+  int senders_of_few_twos;    // the same, where there are words for chunks of one row, too
+  int most_single_rows;       // combine: of a rank, beyond which they travel in twos
+  int min_senders;            // combine: warps of a block that send, at least
+  int num_receive_warps;      // ring dispatch: a source rank, at most
   int num_direct_move_warps;  // direct dispatch: at most
   int num_link_sms;           // direct dispatch: SMs whose rows to peers the links keep up with
   int num_direct_cast_warps;  // the same, of rows that are quantised on their way
   int num_direct_meta_warps;
-  // Stages of one sending warp of combine, at most. Where direct mode is possible, ring dispatch has as
-  // much for all of its warps as the senders of combine. What a block leaves is L1 for its readers.
+  // Stages of one sending warp, at most; fewer senders than min_senders share what so many have. What
+  // a block leaves is L1 for its readers.
   int sender_smem_bytes;
   int low_latency_threads;
   int internode_notify_threads;
