@@ -91,8 +91,9 @@ class SymmetricMemory:
             staging_bytes: for the collectives and products of ``deep_comm.tp``; twice as much is
                 allocated. It must hold what is gathered, scattered or added in one call, of all
                 ranks together, each rank's part rounded up to 16 bytes: half of R * x of
-                ``all_gather``, half of x of ``reduce_scatter``, x of ``all_reduce`` in two shots,
-                and half of R * x in one.
+                ``all_gather``, half of x of ``reduce_scatter``, x of ``all_reduce`` in two shots
+                and, its rows rounded up to a multiple of R, of ``all_reduce_norm``, and half of
+                R * x of ``all_reduce`` in one shot.
             num_sms: default 64, on the host target 2.
             multicast: sums of ``deep_comm.tp`` are taken by the NVLink switch, in an order that
                 nobody specifies. The memory is torch's symmetric memory then. Needs a

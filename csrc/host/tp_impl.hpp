@@ -67,7 +67,6 @@ int Engine<Target>::deal_parts(CollectiveArgs& args, int max_blocks) const {
   // Parts that begin at lines, where they are so long, and have whole rows, where rows count.
   args.part_vecs = align_up(align_up<int64_t>(part_vecs, part_vecs < kWarpSize ? 1 : kWarpSize),
                             max_of<int64_t>(args.norm.row_vecs, 1));
-  args.piece_vecs = min_of<int64_t>(kTuning.most_piece_vecs, args.part_vecs);
   args.num_parts = static_cast<int>(ceil_div(args.shard_vecs, args.part_vecs));
   const auto blocks_for = [&](int most, int warps) {
     return static_cast<int>(min_of<int64_t>(most, ceil_div(args.num_parts, warps)));
@@ -82,9 +81,15 @@ int Engine<Target>::deal_parts(CollectiveArgs& args, int max_blocks) const {
   const int num_sum_pushers = pushes_sums ? roles.num_reduce_warps : 0;
   const int num_in_block = is_lone_block ? roles.num_push_warps + num_sum_pushers
                                          : max_of(roles.num_push_warps, num_sum_pushers);
-  args.entry_offset =
-      align_up<size_t>(num_in_block * PiecePusher::kNumRooms * args.piece_vecs * sizeof(Vec16),
-                       alignof(CollectiveEntry));
+  // Of vectors that are as many pieces as there are rooms.
+  const int64_t vec_bytes =
+      static_cast<int64_t>(PiecePusher::kNumRooms * sizeof(Vec16)) * max_of(num_in_block, 1);
+  const int64_t free_bytes = smem_bytes_limit - static_cast<int64_t>(sizeof(CollectiveEntry));
+  args.piece_vecs =
+      min_of(args.part_vecs, min_of<int64_t>(kTuning.most_piece_vecs, free_bytes / vec_bytes));
+  detail::require(args.piece_vecs > 0, "collectives need more than ", smem_bytes_limit,
+                  " bytes of shared memory");
+  args.entry_offset = num_in_block == 0 ? 0 : static_cast<uint64_t>(args.piece_vecs * vec_bytes);
   return args.first_take_block + num_take_blocks;
 }
 
@@ -95,10 +100,11 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int digest, in
   detail::require(!is_internode(), "collectives serve ranks inside a node");
   const int num_blocks = deal_parts(args, max_blocks);
   const auto half = [](int64_t value, int idx) { return static_cast<int>(value >> (32 * idx)); };
-  const std::array<int, 12> agreed = {static_cast<int>(args.op),
+  const std::array<int, 13> agreed = {static_cast<int>(args.op),
                                       digest,
                                       num_blocks,
                                       args.num_push_blocks,
+                                      static_cast<int>(args.part_vecs),
                                       half(args.num_bytes, 0),
                                       half(args.num_bytes, 1),
                                       half(args.shard_bytes, 0),

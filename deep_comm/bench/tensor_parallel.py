@@ -54,6 +54,10 @@ class Case:
         depth = self.depth if self.op == "all_gather_matmul" else self.columns
         return 2 * self.rows * depth
 
+    def staged(self, num_ranks: int) -> int:
+        """``staging_bytes`` that it needs. In one shot every rank pushes all of x."""
+        return self.num_bytes * (max(2, num_ranks) if self.op == "all_reduce" else 2) // 2
+
     def received(self, num_ranks: int) -> float:
         """Bytes that a rank receives, at least."""
         times = 2 if "all_reduce" in self.op else 1
@@ -244,7 +248,7 @@ class Runner:
         if options.on_gpu and self._num_ranks > 1:
             short = replace(options.effort, num_rounds=2, num_single_calls=1, num_host_calls=0)
             gb_per_s = link.measure(self._device, 14336, short).copy_ring_gb_per_s
-        staging = max(case.num_bytes for case in wanted) + (1 << 16)
+        staging = max(case.staged(self._num_ranks) for case in wanted) + (1 << 16)
         # Of all-gathers by copy engines, checked and timed: each takes a tensor.
         places = sum(2 * case.num_bytes + 256 for case in wanted if case.op == "all_gather")
         with (

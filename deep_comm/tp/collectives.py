@@ -85,7 +85,7 @@ def all_gather(
 
     Args:
         x: [N, ...] of any dtype, contiguous; the same shape and dtype on all ranks.
-        memory: whose ranks take part. Without ``out`` it stages x.
+        memory: whose ranks take part. Without ``out``, ranks push x into it.
         out: [R * N, ...] of ``memory`` and of x's dtype. Then copy engines bring x to the peers'
             ``out``, between two barriers, and no SM moves data. It is the fastest where
             x lies in its place, rows rank * N and those after it of ``out.local``; from elsewhere
@@ -170,7 +170,7 @@ def all_reduce(
         x: bf16, fp16 or float32 of any shape, contiguous; the same shape and dtype on all ranks.
         memory, num_sms: as of ``all_gather``.
         method: "one_shot": every rank adds everything, for small x. "two_shot": every rank adds a
-            part and loads the others'. "auto" chooses by the size, alike on all ranks. The result
+            part and pushes the sum. "auto" chooses by the size, alike on all ranks. The result
             has the same bits. Over memory with multicast only two shots have the same bits on every
             rank; "auto" takes one only with two ranks: sums of two have no order.
 
@@ -198,7 +198,7 @@ def all_reduce_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum of every rank's x plus a residual, and its rows normalised (RMSNorm), in one kernel.
 
-    Two shots: every rank adds and normalises a part of the rows, and loads and normalises the
+    Two shots: every rank adds and normalises a part of the rows, pushes the sums, and normalises the
     others'. Sums, the residual's sum and the normalised rows are each rounded once.
 
     Args:

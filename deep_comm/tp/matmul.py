@@ -310,7 +310,8 @@ def matmul_all_reduce(
     Unfused, and where the ranks do not divide the rows, it is a product and ``all_reduce``.
 
     Args:
-        x: [..., K]; weight, memory, scales, out_dtype, method: as of ``matmul_reduce_scatter``.
+        x: [..., K]; weight, memory, scales, out_dtype, method: as of ``matmul_reduce_scatter``, but
+            unfused ``staging_bytes`` must hold the product.
 
     Returns:
         [..., N], the same bits by every method and on every rank.

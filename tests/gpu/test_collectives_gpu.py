@@ -30,7 +30,7 @@ def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None
         for columns, offset in ((1, 0), (7, 1), (1024, 0))
         for dtype in FLOATS
     )
-    case = CollectiveCase(num_ranks, calls, staging_bytes=32 << 20)
+    case = CollectiveCase(num_ranks, calls, staging_bytes=num_ranks**2 << 21 | 1 << 20)
     verify(case, run(num_ranks, collectives.run_on_gpu, case))
 
 

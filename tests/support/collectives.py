@@ -103,7 +103,7 @@ def run_case(group: Any, case: CollectiveCase, **options: Any) -> list[Tensor]:
         for number, call in enumerate(case.calls):
             x = placed(x_of(call, memory.rank, number), call.offset, memory.device)
             results.append(make(call, x, memory, number))
-            # Peers may still read what was staged, but not x.
+            # Nobody reads x any more.
             x.fill_(77)
         return [result.cpu() for result in results]
 

@@ -11,7 +11,7 @@ enum class Collective : int {
   kAllGather,
   kReduceScatter,
   kAllReduceOnce,   // everybody adds everything
-  kAllReduceTwice,  // everybody adds a shard, and loads the others' sums
+  kAllReduceTwice,  // everybody adds a shard, and pushes the sums
   kAllReduceNorm,   // the same by whole rows; the sums get a residual, and rows are normalised
   kCount
 };
@@ -46,8 +46,8 @@ struct CollectiveArgs {
   int64_t piece_vecs;  // of a part, that it pushes at a time
   int num_parts;       // of a shard
   CollectiveRoles roles;
-  int num_push_blocks;    // the first ones
-  int first_take_block;   // so do this one and those after it; 0 if one block does both
+  int num_push_blocks;    // those that push are the first ones
+  int first_take_block;   // those that take begin here: behind them, or at 0 if there is one block
   uint64_t entry_offset;  // of the CollectiveEntry in shared memory
   uint64_t staging;       // from the segment's start
   uint64_t staging_bytes;

@@ -62,7 +62,7 @@ inline constexpr int kEnteredBarrier = 1;
 
 // In shared memory.
 struct CollectiveEntry {
-  Progress progress;  // of the warps that push, those that reduce last: see PiecePusher
+  Progress progress;  // of the warps that push, then of those that reduce: see PiecePusher
   bool has_entered;   // so have all peers
 };
 
@@ -96,23 +96,26 @@ struct CollectiveCall {
     const int64_t rest = args.num_bytes - shard * args.shard_bytes;
     return max_of<int64_t>(0, min_of(rest, args.shard_bytes));
   }
-  DC_DEVICE VecRange part(int idx) const {
-    const int64_t first = static_cast<int64_t>(idx) * args.part_vecs;
-    return {first, min_of(first + args.part_vecs, args.shard_vecs)};
+  // As far as the shard has bytes.
+  DC_DEVICE VecRange part(int idx, int shard) const {
+    const int64_t end = ceil_div<int64_t>(bytes_of(shard), sizeof(Vec16));
+    const int64_t first = min_of(idx * args.part_vecs, end);
+    return {first, min_of(first + args.part_vecs, end)};
   }
-  // Calls visit with the pieces of a part. Where parts have several, the last ones may be empty.
+  // Calls visit with the pieces of a part; once, if it is empty.
   template <class Visit>
   DC_DEVICE void for_pieces(const VecRange& part, const Visit& visit) const {
-    for (int64_t first = 0; first < args.part_vecs; first += args.piece_vecs) {
-      const int64_t begin = min_of(part.first + first, part.end);
-      visit(VecRange{begin, min_of(begin + args.piece_vecs, part.end)});
-    }
+    int64_t begin = part.first;
+    do {
+      const int64_t end = min_of(begin + args.piece_vecs, part.end);
+      visit(VecRange{begin, end});
+      begin = end;
+    } while (begin < part.end);
   }
-  // Calls visit with the first vector of each row of a shard's part, which has whole rows.
+  // Calls visit with the first vector of each row of a part, which has whole rows.
   template <class Visit>
-  DC_DEVICE void for_rows(const VecRange& part, int shard, const Visit& visit) const {
-    const int64_t end = min_of<int64_t>(part.end, bytes_of(shard) / sizeof(Vec16));
-    for (int64_t first = part.first; first < end; first += args.norm.row_vecs) visit(first);
+  DC_DEVICE void for_rows(const VecRange& part, const Visit& visit) const {
+    for (int64_t first = part.first; first < part.end; first += args.norm.row_vecs) visit(first);
   }
   DC_DEVICE uint8_t* normed(int shard, int64_t first) const {
     return args.norm.normed + shard * args.shard_bytes + first * sizeof(Vec16);
@@ -161,7 +164,9 @@ class PiecePusher {
   DC_DEVICE void after_part() {
     constexpr int kInFlight = kNumRooms - 1;
     ++num_parts_;
-    arch::sync_warp();  // lanes may have stored by themselves, through the switch
+    // Lanes may have stored by themselves, through the switch. And a row of sums in the output is
+    // normalised after this by lanes that have not stored it.
+    arch::sync_warp();
     if (arch::lane_idx() != 0 || num_parts_ <= kInFlight) return;
     arch::bulk_wait<kInFlight>();
     // What was stored by one of the two addresses is loaded by the other.
@@ -193,27 +198,33 @@ class PiecePusher {
   int num_parts_ = 0;
 };
 
-// The whole warp: waits until every peer has published part idx, which a block of num_blocks there has
-// pushed. The result is uniform.
+// The whole warp: waits until every peer has published part idx, or with kOfSums its sums. One of
+// num_blocks there has pushed it. The result is uniform.
 //   unblocked by: publish_parts of that block at every peer, and with kOfAll at this rank
-template <uint64_t RecvLine::*kWord, bool kOfAll = false>
-DC_DEVICE bool await_part(const CollectiveCall& call, Stage stage, Word word, int idx,
-                          int num_blocks) {
+//   patience: a peer pushes when its own peers have entered, and adds when they have pushed. So a rank
+//             that does not come is named by those who wait for its entry
+template <bool kOfSums, bool kOfAll>
+DC_DEVICE bool await_part(const CollectiveCall& call, int idx, int num_blocks) {
+  constexpr uint64_t kPatience = kOfSums ? 3 : 2;
+  constexpr Stage kStage = kOfSums ? Stage::kSummed : Stage::kStaged;
+  constexpr Word kWord = kOfSums ? Word::kSummed : Word::kStaged;
   const World& world = call.world();
+  if (world.num_ranks == 1) return true;
   const int peer = arch::lane_idx(), block = idx % num_blocks;
   bool ok = true;
   if (peer < world.num_ranks && (kOfAll || peer != world.rank)) {
     const uint32_t generation = call.context.generation;
     const uint32_t wanted = static_cast<uint32_t>(idx / num_blocks) + 1;
+    const RecvLine* line = world.recv_line(world.rank, block, peer);
     uint64_t raw = 0;
     ok = await<Scope::kSys>(
-        call.context, &(world.recv_line(world.rank, block, peer)->*kWord),
-        {stage, word, peer, block}, Tagged::pack(generation, wanted),
+        call.context, kOfSums ? &line->done : &line->tail, {kStage, kWord, peer, block},
+        Tagged::pack(generation, wanted),
         [=](uint64_t candidate) {
           const Tagged tagged = Tagged::unpack(candidate);
           return is_of_generation(tagged, generation) && tagged.value >= wanted;
         },
-        &raw);
+        &raw, kPatience);
   }
   // The barrier hands each lane's acquire to the whole warp.
   arch::sync_warp();
@@ -235,7 +246,7 @@ DC_DEVICE void push_parts(const CollectiveCall& call, const PartTaker& taker) {
       const int shard = kHasShards ? (world.rank + turn) % world.num_ranks : 0;
       const uint8_t* src = args.x + shard * args.shard_bytes;
       const int64_t num_bytes = call.bytes_of(shard);
-      call.for_pieces(call.part(idx), [&](const VecRange& piece) {
+      call.for_pieces(call.part(idx, shard), [&](const VecRange& piece) {
         Vec16* room = pusher.room();
         copy_range<8>(
             Team::alone(), piece, [&](int64_t v) { return load_input(src, num_bytes, v); },
@@ -269,11 +280,8 @@ DC_DEVICE void reduce_parts(const CollectiveCall& call, const PartTaker& taker, 
   const int64_t num_bytes = call.bytes_of(shard);
   PiecePusher pusher(call, taker, word);
   for (int idx = taker.first(); idx < args.num_parts; idx += taker.step()) {
-    const VecRange part = call.part(idx);
-    if (!await_part<&RecvLine::tail, kMulticast>(call, Stage::kStaged, Word::kStaged, idx,
-                                                 args.num_push_blocks)) {
-      break;
-    }
+    const VecRange part = call.part(idx, shard);
+    if (!await_part<false, kMulticast>(call, idx, args.num_push_blocks)) break;
     call.for_pieces(part, [&](const VecRange& piece) {
       Vec16* room = kPushes ? pusher.room() : nullptr;
       const auto store = [&](int64_t v, Vec16 sum) {
@@ -319,7 +327,7 @@ DC_DEVICE void reduce_parts(const CollectiveCall& call, const PartTaker& taker, 
       const auto load = [&](int64_t first) {
         return [=](int64_t v) { return arch::ld_weak(rows + first + v); };
       };
-      call.for_rows(part, shard, [&](int64_t first) {
+      call.for_rows(part, [&](int64_t first) {
         normalise_row<kDtype>(args.norm, call.normed(shard, first), load(first), load(first));
       });
     }
@@ -333,26 +341,24 @@ DC_DEVICE void gather_parts(const CollectiveCall& call, const PartTaker& taker) 
   const CollectiveArgs& args = call.args;
   const World& world = call.world();
   for (int idx = taker.first(); idx < args.num_parts; idx += taker.step()) {
-    const VecRange part = call.part(idx);
     if constexpr (!kOfSums) {
       uint8_t* out = args.out + world.rank * args.num_bytes;
       copy_range<8>(
-          Team::alone(), part, [&](int64_t v) { return load_input(args.x, args.num_bytes, v); },
+          Team::alone(), call.part(idx, 0),
+          [&](int64_t v) { return load_input(args.x, args.num_bytes, v); },
           [&](int64_t v, const Vec16& vec) { store_output(out, args.num_bytes, v, vec); });
     }
-    const bool is_there = kOfSums ? await_part<&RecvLine::done>(call, Stage::kSummed, Word::kSummed,
-                                                                idx, taker.num_blocks)
-                                  : await_part<&RecvLine::tail>(call, Stage::kStaged, Word::kStaged,
-                                                                idx, args.num_push_blocks);
-    if (!is_there) return;
+    const int num_blocks = kOfSums ? taker.num_blocks : args.num_push_blocks;
+    if (!await_part<kOfSums, false>(call, idx, num_blocks)) return;
     for (int turn = 1; turn < world.num_ranks; ++turn) {
       const int peer = (world.rank + turn) % world.num_ranks;
+      const VecRange part = call.part(idx, kOfSums ? peer : 0);
       const Vec16* src =
           call.staged(world.rank, kOfSums && !kMulticast ? world.num_ranks + peer : peer);
       uint8_t* out = args.out + peer * args.shard_bytes;
       const int64_t num_bytes = kOfSums ? call.bytes_of(peer) : args.num_bytes;
       if constexpr (CollectiveForm<kOp>::kNorms) {
-        call.for_rows(part, peer, [&](int64_t first) {
+        call.for_rows(part, [&](int64_t first) {
           Vec16* row = reinterpret_cast<Vec16*>(out) + first;
           normalise_row<kDtype>(
               args.norm, call.normed(peer, first),

@@ -55,13 +55,17 @@ TensorSpec spec_of(const TensorRef& x, int64_t num_rows) {
   return spec;
 }
 
-// What ranks push into a staging: a slot from each of them, and another one of its sums.
+// What ranks push into a staging: a slot from each of them, and another one of its sums. Over memory with
+// multicast a rank pushes into its own alone, and sums lie over what was added.
 int64_t staged_bytes(const CallContext& context, Collective op, int64_t shard_vecs) {
   const int num_ranks = context.group.num_ranks;
   if (num_ranks == 1) return 0;
   const bool spreads_sums = op == Collective::kAllReduceTwice || op == Collective::kAllReduceNorm;
-  const bool has_sums = spreads_sums && context.staging.multicast == nullptr;
-  return shard_vecs * kVecBytes * num_ranks * (has_sums ? 2 : 1);
+  const bool has_multicast = context.staging.multicast != nullptr;
+  int num_slots = num_ranks;
+  if (has_multicast && op == Collective::kAllReduceOnce) num_slots = 1;
+  if (!has_multicast && spreads_sums) num_slots = 2 * num_ranks;
+  return shard_vecs * kVecBytes * num_slots;
 }
 
 CheckedCollective check(const CallContext& context, Collective op, const TensorRef& x,

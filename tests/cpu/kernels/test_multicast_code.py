@@ -16,7 +16,7 @@ LOAD_OF_ALL = 0x9A5, 0, 0
 STORE = 0x986, 0x115D00, 0xFFFF00
 FENCE = 0x992, 0x3000, 0xF000
 FORM = re.compile(r"CollectiveKernelILNS_10CollectiveE(\d)ELNS_5DtypeE(\d)ELb([01])E")
-ADDS, STAGES_SUMS = {1, 2, 3, 4}, {3, 4}  # of Collective
+ADDS, SPREADS_SUMS = {1, 2, 3, 4}, {3, 4}  # of Collective
 
 
 def module_bytes(name: str) -> bytes | None:
@@ -53,9 +53,9 @@ def test_a_switch_is_asked_by_the_forms_with_multicast_alone() -> None:
             continue
         op, dtype, multicast = map(int, form.groups())
         assert (count(code, LOAD_OF_ALL) > 0) == (multicast == 1), name
-        assert (count(code, STORE) > 0) == (multicast == 1 and op in STAGES_SUMS), name
-        # Before each release: of what is staged, and of sums.
-        assert count(code, FENCE) == multicast * (1 + (op in STAGES_SUMS)), name
+        assert (count(code, STORE) > 0) == (multicast == 1 and op in SPREADS_SUMS), name
+        # Before each report, after a part and at the end: of what is pushed, and of sums.
+        assert count(code, FENCE) == 2 * multicast * (1 + (op in SPREADS_SUMS)), name
         forms.add((op, dtype, multicast))
     sums = {(op, dtype, multicast) for op in ADDS for dtype in range(3) for multicast in range(2)}
     assert forms == sums | {(0, 0, 0)}

@@ -130,15 +130,24 @@ def test_generations_wrap_around() -> None:
     local.run(fn, case.num_ranks, timeout_s=60)
 
 
-FAULTS = ("weaken_release", "ignore_generation")
+FAULTS = (
+    "weaken_release",
+    "ignore_generation",
+    "skip_entry_barrier",  # a staging is pushed into while its rank still reads the one before
+    "skip_bulk_wait",  # parts are told of before they have landed
+    "skip_bulk_wait_read",  # a piece is overwritten before it has left
+    "weaken_fence",  # words are not behind the parts
+)
 
 
 @by_switch_or_not
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("op", (*OPS[:4], NORM))
 def test_a_left_out_step_is_noticed(fault: str, op: str, multicast: bool) -> None:
-    calls = (Call(op, (6, 24), torch.float32),) * 3
-    case = CollectiveCase(2, calls, multicast=multicast)
+    call = Call(op, (6, 24), torch.float32, 1 if "bulk" in fault else 2)
+    # Who has two shots behind it has seen that its peers have read what a third such call overwrites.
+    between = replace(call, op="one_shot") if fault == "skip_entry_barrier" else call
+    case = CollectiveCase(2, (call, between, call), multicast=multicast)
     schedules.pass_without_fault(case, run_case, verify, 4)
     schedules.find_fault(fault, case, run_case, verify)
 
@@ -185,8 +194,55 @@ def after_products(group: Any, case: CollectiveCase) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("op", [*OPS[1:4], NORM])
-def test_a_switch_stores_nothing_over_the_rows_of_a_product(op: str) -> None:
-    case = CollectiveCase(3, (Call(op, (6, 24), torch.float32),) * 2, 1 << 10, multicast=True)
+@by_switch_or_not
+@pytest.mark.parametrize("op", [*OPS[:4], NORM])
+def test_nothing_is_pushed_over_the_rows_of_a_product(op: str, multicast: bool) -> None:
+    calls = (Call(op, (6, 24), torch.float32),) * 2
+    case = CollectiveCase(3, calls, 1 << 12, multicast=multicast)
     schedules.pass_without_fault(case, after_products, verify, 20)
-    schedules.find_fault("weaken_release", case, after_products, verify)
+    schedules.find_fault("skip_entry_barrier", case, after_products, verify)
+
+
+def test_pieces_fit_into_little_shared_memory() -> None:
+    """With 5000 bytes a warp has room for three pieces of a vector, whatever a part has."""
+    calls = tuple(
+        Call(op, (6, 264), dtype, num_sms)
+        for op in (*OPS, NORM)
+        for dtype, num_sms in zip(FLOATS, (1, 2, 9), strict=True)
+    )
+    case = CollectiveCase(3, calls, staging_bytes=1 << 16)
+
+    def run(group: Any, smem_bytes: int) -> list[torch.Tensor]:
+        results = []
+        with SymmetricMemory(group, 0, staging_bytes=1 << 16, device="cpu") as memory:
+            memory._context.engine.smem_bytes_limit = smem_bytes
+            for number, call in enumerate(calls):
+                results.append(make(call, x_of(call, memory.rank, number), memory, number))
+        return results
+
+    for smem_bytes in (500, 5000):
+        verify(case, local.run(lambda group, n=smem_bytes: run(group, n), 3, timeout_s=60))
+
+
+def slots(op: str, num_ranks: int, multicast: bool) -> int:
+    if op in ("two_shot", NORM):
+        return num_ranks * (1 if multicast else 2)
+    return 1 if op == "one_shot" and multicast else num_ranks
+
+
+@by_switch_or_not
+@pytest.mark.parametrize("op", (*OPS[:4], NORM))
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_a_staging_of_just_what_is_pushed_is_enough(
+    op: str, num_ranks: int, multicast: bool
+) -> None:
+    call = Call(op, (num_ranks, 64), torch.float32)  # 256 bytes for each rank
+    whole = op in ("all_gather", "one_shot")
+    shard_bytes = 256 * (num_ranks if whole else 1)
+    needed = slots(op, num_ranks, multicast) * shard_bytes // 2
+    on_threads(CollectiveCase(num_ranks, (call,), needed, multicast))
+    for error in together(
+        lambda memory: make(call, x_of(call, memory.rank, 0), memory),
+        num_ranks, return_errors=True, staging_bytes=needed - 128, multicast=multicast,
+    ):  # fmt: skip
+        assert isinstance(error, errors.BufferTooSmall) and error.needed_bytes == needed, error

@@ -51,6 +51,10 @@ def add_twice(memory: SymmetricMemory) -> torch.Tensor:
     return add(memory, method="two_shot")
 
 
+def add_on_one_sm(memory: SymmetricMemory) -> torch.Tensor:
+    return tp.all_reduce(ones(4), memory, num_sms=1)
+
+
 def gather(memory: SymmetricMemory, x: Any = None, method: Any = "decomposed") -> torch.Tensor:
     rows = torch.full((2, 4), memory.rank + 1.0) if x is None else x
     return tp.all_gather_matmul(rows, torch.eye(4), memory, method=method)[1][0]
@@ -69,6 +73,9 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[SymmetricMemory], Any]]
     "another size": (add, lambda memory: add(memory, ones(5))),
     "another dtype": (add, lambda memory: add(memory, ones(8).bfloat16())),
     "another method": (add, add_twice),
+    "another number of SMs": (add, lambda memory: add_on_one_sm(memory)),
+    "another eps": (norm, lambda memory: norm(memory, eps=0.5)),
+    "other rows of a norm": (norm, lambda memory: norm(memory, ones(3, 8))),
     "a collective": (gather, add),
     "another size of a product": (gather, lambda memory: gather(memory, ones(3, 4))),
     "another method of a product": (gather, lambda memory: gather(memory, method="unfused")),
@@ -155,8 +162,11 @@ def test_ranks_that_disagree_are_named(name: str) -> None:
 @pytest.mark.parametrize("calls_before", [0, 1])
 @pytest.mark.parametrize(
     ("call", "multicast"),
-    [(add, False), (add, True), (add_twice, True), (gather, False)],
-)
+    [
+        (add, False), (add, True), (add_twice, False), (add_twice, True), (gather, False),
+        (add_on_one_sm, False),
+    ],
+)  # fmt: skip
 def test_a_rank_that_never_comes_is_named_and_reset_takes_it_back(
     call: Callable[[SymmetricMemory], torch.Tensor], multicast: bool, calls_before: int
 ) -> None:
