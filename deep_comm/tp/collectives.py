@@ -198,8 +198,8 @@ def all_reduce_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum of every rank's x plus a residual, and its rows normalised (RMSNorm), in one kernel.
 
-    Two shots: every rank adds and normalises a part of the rows, pushes the sums, and normalises the
-    others'. Sums, the residual's sum and the normalised rows are each rounded once.
+    Two shots: every rank adds and normalises a part of the rows, pushes the sums, and normalises
+    the others'. Sums, the residual's sum and the normalised rows are each rounded once.
 
     Args:
         x: [M, N] bf16, fp16 or float32, contiguous; the same shape and dtype on all ranks. Rows of

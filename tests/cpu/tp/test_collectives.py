@@ -145,7 +145,7 @@ FAULTS = (
 @pytest.mark.parametrize("op", (*OPS[:4], NORM))
 def test_a_left_out_step_is_noticed(fault: str, op: str, multicast: bool) -> None:
     call = Call(op, (6, 24), torch.float32, 1 if "bulk" in fault else 2)
-    # Who has two shots behind it has seen that its peers have read what a third such call overwrites.
+    # Two shots end when the peers have read what the next two shots overwrite.
     between = replace(call, op="one_shot") if fault == "skip_entry_barrier" else call
     case = CollectiveCase(2, (call, between, call), multicast=multicast)
     schedules.pass_without_fault(case, run_case, verify, 4)
