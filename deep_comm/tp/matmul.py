@@ -101,10 +101,7 @@ def all_gather_matmul(
         return gathered if return_gathered else None, shaped
     x_scale = moved_scale(x_scale, x, dim)
     rows = Rows(moved.flatten(0, -2), x_scale)
-    row_bytes = x.shape[-1] * x.element_size()
-    chosen = chosen_method(
-        method, "all_gather_matmul", rows.x.shape[0], rows.x, checked, memory, row_bytes
-    )
+    chosen = chosen_method(method, "all_gather_matmul", rows.x.shape[0], rows.x, checked, memory)
     flat: Tensor | None
     if chosen == "unfused":
         flat, outs = _gather_then_multiply(rows, checked, memory, digest)
@@ -251,9 +248,7 @@ def matmul_reduce_scatter(
         moved = x.movedim(dim, 0).contiguous()
         rows = Rows(moved.flatten(0, -2), moved_scale(x_scale, x, dim))
         num_rows = rows.x.shape[0] // num_ranks
-        chosen = chosen_method(
-            method, "matmul_reduce_scatter", num_rows, rows.x, [checked], memory, checked.row_bytes
-        )
+        chosen = chosen_method(method, "matmul_reduce_scatter", num_rows, rows.x, [checked], memory)
         if chosen == "unfused":
             flat_out = scatter(_whole(rows, checked), memory, digest)
         else:
@@ -327,9 +322,7 @@ def matmul_all_reduce(
         require("method", method, method in ("auto", "unfused"), "must divide the rows of x")
         chosen = "unfused"
     else:
-        chosen = chosen_method(
-            method, "matmul_all_reduce", num_rows, rows.x, [checked], memory, checked.row_bytes
-        )
+        chosen = chosen_method(method, "matmul_all_reduce", num_rows, rows.x, [checked], memory)
     if chosen == "unfused":
         out = reduce(_whole(rows, checked), memory, digest)
     else:

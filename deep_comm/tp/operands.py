@@ -59,11 +59,6 @@ class Weight:
     scale: Tensor | None
     out_dtype: torch.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        """Of a product's row."""
-        return self.matrix.shape[1] * self.out_dtype.itemsize
-
 
 def multiply(rows: Rows, weight: Weight, out: Tensor) -> None:
     if rows.scale is None or weight.scale is None:
@@ -240,11 +235,8 @@ def chosen_method(
     x: Tensor,
     weights: Sequence[Weight],
     memory: SymmetricMemory,
-    row_bytes: int,
 ) -> str:
-    """``rows``: of a rank; ``row_bytes``: of one that is staged unless the product is unfused. The
-    same on all ranks, which all follow from the same arguments.
-    """
+    """``rows``: of a rank. The same on all ranks, which all follow from the same arguments."""
     rule = _rule_of_fused(rows, x, weights, memory)
     if name == "fused":
         require("method", name, rule == "", rule)
@@ -252,8 +244,7 @@ def chosen_method(
         return name
     columns = sum(weight.matrix.shape[1] for weight in weights)
     chosen = tuning.product_method(memory.tuned_products, op, x.dtype, (rows, x.shape[1], columns))
-    has_room = memory.group_size * rows * row_bytes <= 2 * memory.staging_bytes
-    if chosen is None or not has_room or (chosen == "fused" and rule):
+    if chosen is None or (chosen == "fused" and rule):
         return "unfused"
     return chosen
 

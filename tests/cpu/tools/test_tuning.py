@@ -320,16 +320,15 @@ def test_auto_follows_what_the_bench_has_stored(tune_file: Path) -> None:
     from deep_comm.symmetric import SymmetricMemory
 
     entry = product_entry("all_gather_matmul", 4, 8, "decomposed")
-    large = product_entry("all_gather_matmul", 40, 8, "decomposed")
-    tuning.store_products(tune_file, tuning.machine_key(CPU, 3), [entry, large])
+    tuning.store_products(tune_file, tuning.machine_key(CPU, 3), [entry])
 
     def products(group: Any) -> list[int]:
         """How many of them went beside their collective."""
-        with SymmetricMemory(group, 0, staging_bytes=10240, device="cpu") as memory:
+        with SymmetricMemory(group, 0, staging_bytes=4096, device="cpu") as memory:
             counts = []
-            for rows in (4, 10, 40):  # as measured; unlike it; no room but for "unfused"
+            for rows in (4, 10):  # as measured; unlike it
                 tp.all_gather_matmul(torch.ones(rows, 64), torch.ones(64, 8), memory)
                 counts.append(int(memory.progress.local[-2]))
             return counts
 
-    assert local.run(products, 3, timeout_s=60) == [[1, 1, 1]] * 3
+    assert local.run(products, 3, timeout_s=60) == [[1, 1]] * 3
