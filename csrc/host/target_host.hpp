@@ -57,7 +57,7 @@ class HostTarget {
       .most_push_warps = 4,
       .most_push_blocks = 2,
       .most_part_vecs = 3,
-      .most_piece_vecs = 1,
+      .most_piece_vecs = 2,
       .most_local_blocks = 2,
       .add_slots_threads = 64};
 

@@ -57,6 +57,7 @@ SUITES = {
         "cpu/internode/test_internode_errors.py",
     ),
     "tp": (
+        "cpu/tp/test_tp_calls.py",
         "cpu/tp/test_collectives.py",
         "cpu/tp/test_products.py",
         "cpu/tp/test_symmetric.py",

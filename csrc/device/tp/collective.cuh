@@ -176,7 +176,6 @@ class PiecePusher {
   // The last report, also of a warp that has failed.
   template <bool kMulticast>
   DC_DEVICE void finish() {
-    arch::sync_warp();
     if (arch::lane_idx() != 0) return;
     arch::bulk_wait<0>();
     if constexpr (kMulticast) arch::fence_proxy_alias();
