@@ -16,7 +16,6 @@ struct Team {
   int num_warps;
 
   DC_HOST_DEVICE static Team alone() { return {0, 1}; }
-  DC_HOST_DEVICE int num_threads() const { return num_warps * kWarpSize; }
   // Calls visit(v) for vectors v, v + 32, … v + 32 * (kUnroll - 1) of this lane.
   template <int kUnroll, class Visit>
   DC_DEVICE void for_each(const VecRange& range, const Visit& visit) const {
