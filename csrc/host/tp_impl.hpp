@@ -52,10 +52,8 @@ int Engine<Target>::deal_parts(CollectiveArgs& args, int max_blocks) const {
                          : is_lone_block ? (num_warps + 2) / 4
                                          : min_of(num_warps, kTuning.most_push_warps);
   const int num_takers = num_warps - (is_lone_block ? roles.num_push_warps : 0);
-  const bool spreads_sums =
-      args.op == Collective::kAllReduceTwice || args.op == Collective::kAllReduceNorm;
   roles.num_reduce_warps = args.op == Collective::kAllGather ? 0
-                           : spreads_sums                    ? num_takers / 2
+                           : spreads_sums(args.op)           ? num_takers / 2
                                                              : num_takers;
   roles.num_gather_warps = num_takers - roles.num_reduce_warps;
 
@@ -77,7 +75,7 @@ int Engine<Target>::deal_parts(CollectiveArgs& args, int max_blocks) const {
       blocks_for(max_blocks - args.first_take_block,
                  roles.num_reduce_warps == 0 ? roles.num_gather_warps : roles.num_reduce_warps);
 
-  const bool pushes_sums = spreads_sums && args.multicast == nullptr;
+  const bool pushes_sums = spreads_sums(args.op) && args.multicast == nullptr;
   const int num_sum_pushers = pushes_sums ? roles.num_reduce_warps : 0;
   const int num_in_block = is_lone_block ? roles.num_push_warps + num_sum_pushers
                                          : max_of(roles.num_push_warps, num_sum_pushers);
@@ -85,10 +83,8 @@ int Engine<Target>::deal_parts(CollectiveArgs& args, int max_blocks) const {
   const int64_t vec_bytes =
       static_cast<int64_t>(PiecePusher::kNumRooms * sizeof(Vec16)) * max_of(num_in_block, 1);
   const int64_t free_bytes = smem_bytes_limit - static_cast<int64_t>(sizeof(CollectiveEntry));
-  args.piece_vecs =
-      min_of(args.part_vecs, min_of<int64_t>(kTuning.most_piece_vecs, free_bytes / vec_bytes));
-  detail::require(args.piece_vecs > 0, "collectives need more than ", smem_bytes_limit,
-                  " bytes of shared memory");
+  args.piece_vecs = max_of<int64_t>(
+      1, min_of(args.part_vecs, min_of<int64_t>(kTuning.most_piece_vecs, free_bytes / vec_bytes)));
   args.entry_offset = num_in_block == 0 ? 0 : static_cast<uint64_t>(args.piece_vecs * vec_bytes);
   return args.first_take_block + num_take_blocks;
 }
@@ -100,7 +96,7 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int digest, in
   detail::require(!is_internode(), "collectives serve ranks inside a node");
   const int num_blocks = deal_parts(args, max_blocks);
   const auto half = [](int64_t value, int idx) { return static_cast<int>(value >> (32 * idx)); };
-  const std::array<int, 13> agreed = {static_cast<int>(args.op),
+  const std::array<int, 11> agreed = {static_cast<int>(args.op),
                                       digest,
                                       num_blocks,
                                       args.num_push_blocks,
@@ -109,13 +105,14 @@ void Engine<Target>::collective(CollectiveArgs args, Dtype dtype, int digest, in
                                       half(args.num_bytes, 1),
                                       half(args.shard_bytes, 0),
                                       half(args.shard_bytes, 1),
-                                      half(static_cast<int64_t>(args.staging_bytes), 0),
-                                      half(static_cast<int64_t>(args.staging_bytes), 1),
                                       static_cast<int>(args.norm.row_vecs),
                                       bit_cast<int>(args.norm.eps)};
   const LaunchConfig config{.num_blocks = num_blocks,
                             .num_threads = (1 + kTuning.num_collective_warps) * kWarpSize,
                             .smem_bytes = args.entry_offset + sizeof(CollectiveEntry)};
+  detail::require(config.smem_bytes <= static_cast<size_t>(smem_bytes_limit), "collectives need ",
+                  config.smem_bytes, " bytes of shared memory, of which a block has ",
+                  smem_bytes_limit);
   const auto launch_op = [&]<Collective kOp>() {
     detail::with_collective<kOp>(
         dtype, args.multicast != nullptr, [&]<class KernelType>(KernelType) {

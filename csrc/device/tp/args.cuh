@@ -16,6 +16,19 @@ enum class Collective : int {
   kCount
 };
 
+// Who has added a shard pushes the sums.
+constexpr bool spreads_sums(Collective op) {
+  return op == Collective::kAllReduceTwice || op == Collective::kAllReduceNorm;
+}
+
+// Of a staging. Slot r holds what rank r has pushed, slot R + r the sums that it has pushed. Over memory
+// with multicast a rank pushes into its own staging alone, a slot for each shard, and sums lie over
+// what was added.
+constexpr int num_slots(Collective op, int num_ranks, bool has_multicast) {
+  if (has_multicast && op == Collective::kAllReduceOnce) return 1;
+  return spreads_sums(op) && !has_multicast ? 2 * num_ranks : num_ranks;
+}
+
 // Warps of a block after the first one, by what they do. 0: the operation has no such work.
 struct CollectiveRoles {
   int num_push_warps;    // of a block that pushes
@@ -49,11 +62,10 @@ struct CollectiveArgs {
   int num_push_blocks;    // those that push are the first ones
   int first_take_block;   // those that take begin here: behind them, or at 0 if there is one block
   uint64_t entry_offset;  // of the CollectiveEntry in shared memory
-  uint64_t staging;       // from the segment's start
-  uint64_t staging_bytes;
-  uint32_t signature;  // of operation and arguments, equal on all ranks
-  RowNorm norm;        // kAllReduceNorm
-  uint8_t* multicast;  // window over all segments (see Multicast); null: there is none
+  uint64_t staging;       // of slots, from the segment's start
+  uint32_t signature;     // of operation and arguments, equal on all ranks
+  RowNorm norm;           // kAllReduceNorm
+  uint8_t* multicast;     // window over all segments (see Multicast); null: there is none
 };
 
 // signal_word and await_word, of one stream.

@@ -16,17 +16,15 @@
 // after  on this rank's stream: out; nobody pushes into this rank's staging, or reads from it
 // waits  end when every rank has launched the same operation: pushing warps wait for the entry alone
 //
-// Staging of a rank: slot r holds what rank r has pushed, slot R + r the sums that it has pushed.
-//
 // Few blocks fill the links. Where every block pushed, with 48 SMs and more, both pushes and copies took
 // longer: see docs/design/0064.
 //
 // Sums are taken in float32 in rank order and rounded once, so that all ranks and runs have the same.
 //
 // With kMulticast an NVLink switch takes the sums, in float32 in an order that nobody specifies. Each
-// rank pushes all its shards into its own staging only, slot s for shard s, and waits for its own `tail`
-// as well. In two shots the rank that adds a shard sends each sum to every staging by one store, over
-// what was added, and every rank loads the sums from its own staging.
+// rank pushes all its shards into its own staging only, and waits for its own `tail` as well. In two
+// shots the rank that adds a shard sends each sum to every staging by one store, over what was added,
+// and every rank loads the sums from its own staging.
 // * That store comes after this rank has seen every rank's `tail` of this part. This rank alone reads
 //   the vectors that it overwrites, and the thread that overwrites them has read them.
 // * It ends before anybody's next use of that staging: every rank waits for all `done` before it leaves.
@@ -51,7 +49,7 @@ struct CollectiveForm {
       kOp != Collective::kAllGather && kOp != Collective::kAllReduceOnce;
   static constexpr bool kNorms = kOp == Collective::kAllReduceNorm;
   static constexpr bool kReduces = kOp != Collective::kAllGather;
-  static constexpr bool kSpreadsSums = kOp == Collective::kAllReduceTwice || kNorms;
+  static constexpr bool kSpreadsSums = spreads_sums(kOp);
   static constexpr bool kGathers = kOp == Collective::kAllGather || kSpreadsSums;
   static constexpr Kernel kKernel = kOp == Collective::kAllGather       ? Kernel::kAllGather
                                     : kOp == Collective::kReduceScatter ? Kernel::kReduceScatter

@@ -55,17 +55,10 @@ TensorSpec spec_of(const TensorRef& x, int64_t num_rows) {
   return spec;
 }
 
-// What ranks push into a staging: a slot from each of them, and another one of its sums. Over memory with
-// multicast a rank pushes into its own alone, and sums lie over what was added.
 int64_t staged_bytes(const CallContext& context, Collective op, int64_t shard_vecs) {
   const int num_ranks = context.group.num_ranks;
   if (num_ranks == 1) return 0;
-  const bool spreads_sums = op == Collective::kAllReduceTwice || op == Collective::kAllReduceNorm;
-  const bool has_multicast = context.staging.multicast != nullptr;
-  int num_slots = num_ranks;
-  if (has_multicast && op == Collective::kAllReduceOnce) num_slots = 1;
-  if (!has_multicast && spreads_sums) num_slots = 2 * num_ranks;
-  return shard_vecs * kVecBytes * num_slots;
+  return shard_vecs * kVecBytes * num_slots(op, num_ranks, context.staging.multicast != nullptr);
 }
 
 CheckedCollective check(const CallContext& context, Collective op, const TensorRef& x,
@@ -144,7 +137,6 @@ Collected run(CallContext& context, const CheckedCollective& checked, int digest
     args.shard_bytes = checked.shard_bytes;
     args.shard_vecs = checked.shard_vecs;
     args.staging = context.staging.offset;
-    args.staging_bytes = context.staging.num_bytes;
     args.multicast = context.staging.multicast;
     args.norm = norm;
     context.launch([&] {
