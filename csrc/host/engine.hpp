@@ -189,11 +189,17 @@ class Engine final : public EngineCalls {
 
  private:
   struct Shape {
-    int num_senders;  // warps of a block that own stages
+    RingWarps ring_warps;  // dispatch
     StageLayout stage;
     RingLayout ring;
   };
-  Shape shape_of(const ChannelConfig& config, const MessageLayout& message, int num_senders) const;
+  // warp_bytes: of shared memory, for the stages of a warp. Rows are cut so that it holds
+  // good_stages, if possible.
+  Shape shape_of(const ChannelConfig& config, const MessageLayout& message, int warp_bytes,
+                 int good_stages) const;
+  Shape shape_of_dispatch(const ChannelConfig& config, const MessageLayout& message,
+                          bool may_be_direct) const;
+  int stages_limit() const;  // shared memory that the stages of a block may have
   bool is_internode() const { return rail_bases_ != nullptr; }
   void launch_count(InternodeCountArgs args, uint64_t stream);
   // Stages and shared memory of direct mode; without room for them, args.output_line becomes 0.

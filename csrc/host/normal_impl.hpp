@@ -10,37 +10,69 @@ namespace deep_comm {
 
 // Shared memory of a block that is not stages: the entries of dispatch and combine.
 inline constexpr int kReservedSmemBytes = 4736;
+inline constexpr int kMaxDispatchWarps = DispatchKernel<false, false>::kMaxThreads / kWarpSize;
 // The mbarriers of both modes of dispatch.
-inline constexpr int kMaxBarrierBytes =
-    2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
+inline constexpr int kMaxBarrierBytes = 256 * sizeof(uint64_t);
 static_assert(sizeof(ExpandedEntry) <= kReservedSmemBytes - 16);
 static_assert(sizeof(CombineEntry) <= kReservedSmemBytes - 16);
 
 template <class Target>
+int Engine<Target>::stages_limit() const {
+  return smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
+}
+
+template <class Target>
 typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& config,
                                                         const MessageLayout& message,
-                                                        int num_senders) const {
+                                                        int warp_bytes, int good_stages) const {
   using detail::require;
   detail::check_channels(config, kMaxChannels);
   require(message.row_bytes > 0 && message.row_bytes % 16 == 0, "row_bytes = ", message.row_bytes,
           ", must be a positive multiple of 16");
-  Shape shape{};
-  shape.num_senders = num_senders;
-  const Tuning& tuning = Target::kTuning;
-  const int warp_limit = min_of(
-      tuning.sender_smem_bytes * max_of(1, tuning.min_senders / max_of(1, num_senders)),
-      (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / max_of(1, shape.num_senders));
-  require(warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages),
+  require(warp_bytes >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages),
           "scales and top-k of one token take ", message.meta_bytes,
-          " bytes: too many for the stages of a warp, which has ", warp_limit);
-  const bool has_room =
-      warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kGoodStages);
-  shape.stage = StageLayout::make(message.row_bytes, message.meta_bytes, warp_limit,
-                                  has_room ? StagePipe::kGoodStages : StagePipe::kMinStages,
-                                  StagePipe::kMaxStages);
+          " bytes: too many for the stages of a warp, which has ", warp_bytes);
+  const bool has_room = warp_bytes >= StageLayout::min_warp_bytes(message.meta_bytes, good_stages);
+  Shape shape{};
+  shape.stage =
+      StageLayout::make(message.row_bytes, message.meta_bytes, warp_bytes,
+                        has_room ? good_stages : StagePipe::kMinStages, StagePipe::kMaxStages);
   shape.ring = {world_.num_ranks, config.num_channels, config.num_slots, message.slot_bytes()};
   require(shape.ring.num_bytes() <= data_bytes_, "the rings need ", shape.ring.num_bytes(),
           " bytes, num_nvl_bytes gives ", data_bytes_);
+  return shape;
+}
+
+template <class Target>
+typename Engine<Target>::Shape Engine<Target>::shape_of_dispatch(const ChannelConfig& config,
+                                                                 const MessageLayout& message,
+                                                                 bool may_be_direct) const {
+  static_assert(kMaxDispatchWarps <= Progress::kMaxWords);  // each has one at most
+  static_assert(max_of(Target::kTuning.most_ring_warps, 2 * kMaxRanks - 1) < kMaxDispatchWarps);
+  static_assert(StagePipe::barrier_bytes(StagePipe::kMaxStages) *
+                    (kMaxDispatchWarps + Target::kTuning.num_direct_move_warps) <=
+                kMaxBarrierBytes);
+  const Tuning& tuning = Target::kTuning;
+  const int num_ranks = world_.num_ranks;
+  // Direct mode, which is then the usual one, keeps its L1.
+  const int most_bytes = may_be_direct
+                             ? min_of(stages_limit(), tuning.sender_smem_bytes *
+                                                          max_of(num_ranks - 1, tuning.min_senders))
+                             : stages_limit();
+  // At least one warp per end, and at most so many that each has room for pieces of some length.
+  const int least_bytes = StageLayout::bytes_of_whole(
+      min_of(message.row_bytes, tuning.good_piece_bytes), message.meta_bytes, StagePipe::kMinStages);
+  const int num_senders =
+      max_of(1, min_of(tuning.num_ring_send_warps, tuning.ring_send_bytes / message.row_bytes));
+  RingWarps warps{num_senders, min_of(2 * num_senders, tuning.num_ring_receive_warps)};
+  while (warps.of_send_end + warps.of_receive_end > 2 &&
+         (warps.count(num_ranks) > tuning.most_ring_warps ||
+          warps.count(num_ranks) * least_bytes > most_bytes)) {
+    warps = {max_of(1, warps.of_send_end - 1), max_of(1, warps.of_receive_end - 1)};
+  }
+  Shape shape =
+      shape_of(config, message, most_bytes / warps.count(num_ranks), StagePipe::kMinStages);
+  shape.ring_warps = warps;
   return shape;
 }
 
@@ -63,10 +95,10 @@ void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
 template <class Target>
 NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
   // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
-  shape_of(options.channels,
-           MessageLayout::of_dispatch(options.row_bytes, options.scale_row_bytes, options.num_topk,
-                                      true, options.is_expanded),
-           world_.num_ranks - 1);
+  shape_of_dispatch(options.channels,
+                    MessageLayout::of_dispatch(options.row_bytes, options.scale_row_bytes,
+                                               options.num_topk, true, options.is_expanded),
+                    true);
   check_num_experts(options.num_experts);
   const size_t counter_bytes =
       options.counts_choices ? sizeof(int32_t) * static_cast<size_t>(options.num_experts) : 0;
@@ -186,7 +218,7 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
   // Of plain rows, a block holds no more than this (docs/design/0028).
   constexpr int kDirectRows = 16, kDirectRowBytes = kDirectRows * 7168;
   const Tuning& tuning = Target::kTuning;
-  const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
+  const int room = stages_limit();
   const bool has_metadata = options.num_topk != 0 || brings_scales(options) || options.makes_handle;
   const int meta_factor = brings_scales(options) && options.num_topk != 0 ? 2 : 1;
   args.num_meta_warps = has_metadata ? meta_factor * tuning.num_direct_meta_warps : 0;
@@ -225,12 +257,12 @@ DispatchPlan Engine<Target>::plan_dispatch(const DispatchOptions& options) const
   const MessageLayout message =
       MessageLayout::of_dispatch(options.row_bytes, options.num_scales * options.scale_bytes,
                                  options.num_topk, options.makes_handle, options.is_expanded);
-  const Shape shape = shape_of(options.channels, message, world_.num_ranks - 1);
   DispatchPlan plan{};
   plan.options = options;
   for (const bool may_be_direct : {false, true}) {
     DispatchPlan::Variant& variant = plan.variants[may_be_direct ? 1 : 0];
-    variant = plan_dispatch(options, shape, may_be_direct);
+    variant = plan_dispatch(options, shape_of_dispatch(options.channels, message, may_be_direct),
+                            may_be_direct);
     variant.args.message = message;
   }
   return plan;
@@ -247,12 +279,8 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   args.num_scales = options.num_scales;
   args.topk_idx_bytes = options.topk_idx_bytes;
   args.scale_format = options.scale_format;
-  constexpr int kMaxWarps = DispatchKernel<false, false>::kMaxThreads / kWarpSize;
-  args.num_receive_warps =
-      min_of(tuning.num_receive_warps, (kMaxWarps - world_.num_ranks) / world_.num_ranks);
-  static_assert(kMaxWarps <= Progress::kMaxWords);  // each has one at most
-  const int num_ring_warps =
-      shape.num_senders + world_.num_ranks * args.num_receive_warps + 1;  // and the publisher
+  args.ring_warps = shape.ring_warps;
+  const int num_pipes = shape.ring_warps.count(world_.num_ranks);
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
@@ -262,16 +290,16 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   if (options.is_expanded) {
     // Scales make metadata slow. Otherwise more warps would only make more fences.
     args.num_meta_warps = brings_scales(options)
-                              ? SentChunks::num_meta_warps(args.num_move_warps, kMaxWarps)
+                              ? SentChunks::num_meta_warps(args.num_move_warps, kMaxDispatchWarps)
                               : max_of(1, min_of(args.num_meta_warps, args.num_move_warps));
   }
   const size_t stages_bytes =
-      align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),
+      align_up<size_t>(max_of(num_pipes * args.stage.warp_bytes(),
                               may_be_direct * args.num_move_warps * args.direct_stage.warp_bytes()),
                        16);
   args.ring_barriers_offset = stages_bytes;
   args.direct_barriers_offset =
-      args.ring_barriers_offset + shape.num_senders * args.stage.warp_barrier_bytes();
+      args.ring_barriers_offset + num_pipes * args.stage.warp_barrier_bytes();
   args.entry_offset = align_up<size_t>(
       args.direct_barriers_offset + args.num_move_warps * args.direct_stage.warp_barrier_bytes(),
       16);
@@ -292,8 +320,8 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   variant.launch = {
       .num_blocks = config.num_channels,
       // The last warp never moves rows: it retires the block early.
-      .num_threads =
-          kWarpSize * max_of(num_ring_warps, args.num_move_warps + max_of(args.num_meta_warps, 1)),
+      .num_threads = kWarpSize * max_of(num_pipes + 1,  // of rings, and the publisher
+                                        args.num_move_warps + max_of(args.num_meta_warps, 1)),
       .smem_bytes = args.entry_offset +
                     (options.is_expanded ? sizeof(ExpandedEntry) : sizeof(DispatchEntry))};
   return variant;
@@ -371,12 +399,22 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   plan.sms = sms;
   CombineArgs& args = plan.args;
   args.message = MessageLayout::of_combine(row_bytes, num_topk);
-  const Shape shape = shape_of(config, args.message, num_senders);
+  Shape shape = shape_of(config, args.message,
+                         min_of(stages_limit() / num_senders, Target::kTuning.sender_smem_bytes),
+                         StagePipe::kGoodStages);
+  const int num_rings = config.num_channels * max_of(1, world_.num_ranks - 1);
+  args.num_ring_senders =
+      max_of(1, min_of(Target::kTuning.most_ring_senders / num_rings,
+                       min_of(2, num_senders / max_of(1, world_.num_ranks - 1))));
+  if (args.num_ring_senders > 1) {
+    const int64_t window = Target::kTuning.ring_window_bytes / (num_rings * shape.ring.slot_bytes);
+    shape.ring.num_slots = static_cast<int>(
+        min_of<int64_t>(shape.ring.num_slots, max_of<int64_t>(window, config.num_send_tokens)));
+  }
   args.num_senders = num_senders;
-  args.barriers_offset = shape.num_senders * shape.stage.warp_bytes();
-  args.entry_offset =
-      align_up<size_t>(args.barriers_offset + shape.num_senders * shape.stage.warp_barrier_bytes(),
-                       alignof(CombineEntry));
+  args.barriers_offset = num_senders * shape.stage.warp_bytes();
+  args.entry_offset = align_up<size_t>(
+      args.barriers_offset + num_senders * shape.stage.warp_barrier_bytes(), alignof(CombineEntry));
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
@@ -389,7 +427,7 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
                         config.num_slots};
   args.signature = Operation::signature(Kernel::kCombine, agreed, 6);
   plan.launch = {.num_blocks = config.num_channels,
-                 .num_threads = kWarpSize * (shape.num_senders + 2 + num_reduce_warps),
+                 .num_threads = kWarpSize * (num_senders + 2 + num_reduce_warps),
                  .smem_bytes = args.entry_offset + sizeof(CombineEntry)};
   return plan;
 }

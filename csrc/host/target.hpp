@@ -69,17 +69,28 @@ struct Tuning {
   int num_window_tokens;
   int min_staged_senders;
   int max_staged_senders;
-  int senders_of_twos;        // where chunks have two rows and more, at most
-  int senders_of_few_twos;    // the same, where there are words for chunks of one row, too
-  int most_single_rows;       // combine: of a rank, beyond which they travel in twos
-  int min_senders;            // combine: warps of a block that send, at least
-  int num_receive_warps;      // ring dispatch: a source rank, at most
+  int senders_of_twos;      // where chunks have two rows and more, at most
+  int senders_of_few_twos;  // the same, where there are words for chunks of one row, too
+  int most_single_rows;     // combine: of a rank, beyond which they travel in twos
+  int min_senders;          // combine: warps of a block that send, at least
+  // combine, rings: senders of a rank, beyond which only one fills a ring; with more senders, bytes of
+  // all rings of a rank, which its L2 shall hold until they are added
+  int most_ring_senders;
+  int ring_window_bytes;
+  // ring dispatch: warps of a block for each rank that it sends to, at most, and bytes of rows that they
+  // send at a time; for each rank that it receives from, at most; of a block. A row may be sent in
+  // pieces; of bytes, at least, where warps can be saved
+  int num_ring_send_warps;
+  int ring_send_bytes;
+  int num_ring_receive_warps;
+  int most_ring_warps;
+  int good_piece_bytes;
   int num_direct_move_warps;  // direct dispatch: at most
   int num_link_sms;           // direct dispatch: SMs whose rows to peers the links keep up with
   int num_direct_cast_warps;  // the same, of rows that are quantised on their way
   int num_direct_meta_warps;
-  // Stages of one sending warp, at most; fewer senders than min_senders share what so many have. What
-  // a block leaves is L1 for its readers.
+  // Stages of one sending warp of combine, at most. Where direct mode is possible, ring dispatch has as
+  // much for all of its warps as the senders of combine. What a block leaves is L1 for its readers.
   int sender_smem_bytes;
   int low_latency_threads;
   int internode_notify_threads;

@@ -175,7 +175,7 @@ def plan_of(seed: int, form: str | None = None) -> Plan:
         nvl_bytes=1 << 20 if form != "plain" else 1 << 18,
         direct_bytes=choose.choice((0, 1 << 13, 1 << 19, 1 << 19) if form != "plain" else
                                    (0, 1 << 12, 1 << 17, 1 << 17)),
-        smem_bytes=None if is_cast else choose.choice((None, 9000)),
+        smem_bytes=None if is_cast else choose.choice((None, 11000)),
         seed=seed,
     )  # fmt: skip
     ranks = list(range(num_ranks))

@@ -3,7 +3,7 @@
 // began.
 //
 //   sender:   poll_slot / await_slot → fill slot() → tail = n      (when the bytes have landed)
-//   receiver: await_filled → read slot() → head = n                (when they have been read)
+//   receiver: poll_filled / await_filled → read slot() → head = n  (when they have been read)
 //
 // Other warps publish the words (ring_tail, ring_head): a release costs a moving warp too much.
 //
@@ -78,8 +78,17 @@ class RingReceiver {
         peer_(peer),
         tail_(&context.world.recv_line(context.world.rank, channel, peer)->tail) {}
 
+  // True if row `row_idx` is known to have arrived, without a look at the tail.
+  DC_DEVICE bool knows(uint32_t row_idx) const { return row_idx < num_filled_; }
+  // True if it has arrived. Reads the tail once if this lane does not know of that row.
+  DC_DEVICE bool poll_filled(uint32_t row_idx) {
+    if (knows(row_idx)) return true;
+    const Tagged tail = Tagged::unpack(arch::ld_acquire_sys(tail_));
+    if (tail.generation == context_.generation) num_filled_ = tail.value;
+    return knows(row_idx);
+  }
   DC_DEVICE bool await_filled(uint32_t row_idx, Stage stage = Stage::kRingTail) {
-    if (row_idx < num_filled_) return true;
+    if (knows(row_idx)) return true;
     return await_tagged(context_, tail_, {stage, Word::kTail, peer_, channel_}, row_idx + 1,
                         &num_filled_);
   }

@@ -137,6 +137,30 @@ struct DispatchForm {
   static constexpr bool kQuantised = kIsQuantised;  // bfloat16 rows are sent as FP8
 };
 
+// The warps of a block in ring mode. It has ends 0 to R - 1 for the ranks that it sends to, this one
+// last, and R to 2 R - 2 for the peers that it receives from, in the same order. The warps of an end
+// take its rows in turn.
+struct RingWarps {
+  int of_send_end;
+  int of_receive_end;
+
+  DC_HOST_DEVICE int count(int num_ranks) const {
+    return num_ranks * of_send_end + (num_ranks - 1) * of_receive_end;
+  }
+  DC_DEVICE int of_end(int num_ranks, int end) const {
+    return end < num_ranks ? of_send_end : of_receive_end;
+  }
+  DC_DEVICE int first_of(int num_ranks, int end) const {
+    const int num_sending = min_of(end, num_ranks);
+    return num_sending * of_send_end + (end - num_sending) * of_receive_end;
+  }
+  DC_DEVICE int end_of(int num_ranks, int warp) const {
+    const int num_senders = num_ranks * of_send_end;
+    return warp < num_senders ? warp / of_send_end
+                              : num_ranks + (warp - num_senders) / of_receive_end;
+  }
+};
+
 struct DispatchArgs {
   World world;
   uint32_t signature;
@@ -152,7 +176,7 @@ struct DispatchArgs {
   StageLayout stage;
   RingLayout ring;
   int num_send_tokens;
-  int num_receive_warps;  // of a block, per source rank, which take its rows in turn
+  RingWarps ring_warps;
   // direct mode
   StageLayout direct_stage;
   int num_move_warps;  // of a block; the next num_meta_warps write metadata, if there is any
@@ -314,6 +338,7 @@ struct CombineArgs {
   MessageLayout message;
   StageLayout stage;
   int num_senders;         // warps of a block that send; at least R - 1
+  int num_ring_senders;    // ring mode: of them, those that send to a peer
   size_t barriers_offset;  // shared memory: stages, mbarriers, CombineEntry
   size_t entry_offset;
   RingLayout ring;

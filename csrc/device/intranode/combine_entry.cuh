@@ -36,8 +36,8 @@ struct CombineEntry {
   static constexpr int kMaxRows = kMaxRanks + 2;  // of one token: the biases, then one per rank
 
   CombineStart start;
-  // Ring mode: [peer] rows sent to it, [R + peer] rows read from its ring. Staged mode: [sender]
-  // chunks that have landed.
+  // Ring mode: [sender] rows sent, [num_senders + peer] rows read from its ring. Staged mode:
+  // [sender] chunks that have landed.
   Progress progress;
   union {                                 // both begin at zero
     uint32_t num_done[kMaxReduceWarps];   // ring mode: tokens that a reducing warp has finished

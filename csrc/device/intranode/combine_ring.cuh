@@ -1,7 +1,8 @@
 // combine, ring mode: bounded memory. Rows return through the rings of their channel.
 //
-// grid   one block per channel; R - 1 warps send, each to one peer; one returns credits, one
-//        publishes, the others add: the channel's tokens are dealt to them in turn
+// grid   one block per channel; the senders are dealt to the peers, and those of a peer take its rows
+//        in turn; one returns credits, one publishes, the others add: the channel's tokens are dealt
+//        to them in turn
 // words  recv_line.tail, send_line.head: as in dispatch with exchanged roles
 // waits  tail: unblocked by the sender; head: by the receiver's credit warp, which waits for its
 //        own block's reducers (num_done), which wait for tails. Tokens are reduced in order, so no
@@ -16,12 +17,19 @@
 
 namespace deep_comm {
 
-// A contiguous range of x.
+// The rows of one warp in a contiguous range of x.
 class RowSource {
  public:
-  DC_DEVICE RowSource(const CombineArgs& args, int begin, int end)
-      : args_(args), next_(begin), end_(end) {}
-  DC_DEVICE int next() { return next_ < end_ ? next_++ : -1; }
+  DC_DEVICE RowSource(const CombineArgs& args, int begin, int end, Turns turns)
+      : args_(args),
+        next_(begin + static_cast<int>(turns.first)),
+        end_(end),
+        step_(static_cast<int>(turns.step)) {}
+  DC_DEVICE int next() {
+    const int row = next_;
+    next_ += step_;
+    return row < end_ ? row : -1;
+  }
   DC_DEVICE const uint8_t* row(int row) const {
     return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
   }
@@ -32,11 +40,12 @@ class RowSource {
   const CombineArgs& args_;
   int next_;
   int end_;
+  int step_;
   RowWeights weights_;
 };
 
 DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, CombineEntry* entry,
-                            StagePipe& pipe, int channel, int dst) {
+                            StagePipe& pipe, int channel, int dst, Turns turns) {
   const int num_ranks = args.world.num_ranks, num_channels = args.ring.num_channels;
   // The rows that rank dst sent through this channel are contiguous, in its order.
   const int source_begin = static_cast<int>(first_row_of(args, dst));
@@ -48,11 +57,14 @@ DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, Com
   const int end = min_of(num_rows, channel + 1 == num_channels
                                        ? source_end
                                        : source_begin + arch::ld_nc(starts + channel + 1));
-  RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
-                  channel, dst);
-  send_rows(pipe, ring, SendReport(entry->progress, dst, args.num_send_tokens, pipe),
-            Pieces::of(args.message.row_bytes, args.stage), args.message.meta_bytes,
-            RowSource(args, begin, end), RowSource(args, begin, end));
+  const RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
+                        channel, dst);
+  const Pieces pieces = Pieces::of(args.message.row_bytes, args.stage);
+  const RowSource rows(args, begin, end, turns);
+  send_rows(
+      pipe,
+      RingSink(ring, entry->progress, turns, args.num_send_tokens, args.message.meta_bytes, pieces),
+      turns, pieces, args.message.meta_bytes, rows, rows);
 }
 
 // Lane r < R: the ordinal of `token` among the rows that rank r returns to this channel, or -1.
@@ -161,24 +173,25 @@ DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, C
       if (heads[idx] >= 0) num_read = heads[idx] + 1;
       if (num_read - num_reported >= release_step) {
         num_reported = num_read;
-        entry->progress.report(num_ranks + lane, num_reported);
+        entry->progress.report(args.num_senders + lane, num_reported);
       }
     }
   }
-  if (is_peer) entry->progress.finish(num_ranks + lane, num_reported);
+  if (is_peer) entry->progress.finish(args.num_senders + lane, num_reported);
 }
 
-// The publishing warp: lane r publishes the tail of the ring to rank r, lane R + r the head of the
-// ring from it.
+// The publishing warp: lane i < R - 1 publishes the tail of the ring to the i-th peer, lane R + i the
+// head of the ring from it.
 DC_DEVICE void combine_publish(const Context& context, const CombineArgs& args, CombineEntry* entry,
                                int channel) {
   const World& world = args.world;
-  const int lane = arch::lane_idx(), peer = lane % world.num_ranks;
+  const int lane = arch::lane_idx(), peer = (world.rank + 1 + lane) % world.num_ranks;
   Published published;
   if (peer != world.rank && lane < 2 * world.num_ranks && !world.is_absent(peer)) {
-    published = {
-        lane < world.num_ranks ? ring_tail(world, channel, peer) : ring_head(world, channel, peer),
-        lane, 1};
+    published = lane < world.num_ranks
+                    ? Published{ring_tail(world, channel, peer), lane * args.num_ring_senders,
+                                args.num_ring_senders}
+                    : Published{ring_head(world, channel, peer), args.num_senders + peer, 1};
   }
   publish_progress(context, entry->progress, published);
 }
@@ -187,9 +200,13 @@ DC_DEVICE void combine_publish(const Context& context, const CombineArgs& args, 
 DC_DEVICE void send_by_rings(const Context& context, const CombineArgs& args, CombineEntry* entry,
                              StagePipe& pipe) {
   const World& world = args.world;
-  if (arch::warp_idx() >= world.num_ranks - 1) return;
-  const int dst = (world.rank + 1 + arch::warp_idx()) % world.num_ranks;
-  if (!world.is_absent(dst)) combine_send(context, args, entry, pipe, arch::block_idx(), dst);
+  const int num_warps = args.num_ring_senders, place = arch::warp_idx() / num_warps;
+  if (place >= world.num_ranks - 1) return;
+  const int dst = (world.rank + 1 + place) % world.num_ranks;
+  if (world.is_absent(dst)) return;
+  combine_send(context, args, entry, pipe, arch::block_idx(), dst,
+               {static_cast<uint32_t>(arch::warp_idx() - place * num_warps),
+                static_cast<uint32_t>(num_warps)});
 }
 
 // Ring mode, the other warps.

@@ -43,14 +43,16 @@ class TokenScales {
   }
   DC_DEVICE void load(const DispatchArgs& args, int token) {
     if constexpr (kSource == ScaleSource::kNone) return;
-    const uint32_t* scales =
-        reinterpret_cast<const uint32_t*>(args.x_scales) + token * args.scale_token_stride;
+    const uint32_t* scale = reinterpret_cast<const uint32_t*>(args.x_scales) +
+                            token * args.scale_token_stride +
+                            arch::lane_idx() * args.scale_column_stride;
     DC_UNROLL
     for (int idx = 0; idx < kScalesOfLane; ++idx) {
-      const int column = idx * kWarpSize + arch::lane_idx();
-      if (column >= args.num_scales) continue;
-      const uint32_t* scale = scales + column * args.scale_column_stride;
-      scales_[idx] = kSource == ScaleSource::kInput ? arch::ld_nc(scale) : arch::ld_weak(scale);
+      if (idx * kWarpSize + arch::lane_idx() < args.num_scales) {
+        scales_[idx] = kSource == ScaleSource::kInput ? arch::ld_nc(scale) : arch::ld_weak(scale);
+      }
+      scale +=
+          kWarpSize * args.scale_column_stride;  // with a product each, they would take registers
     }
   }
   // smem: of a message.

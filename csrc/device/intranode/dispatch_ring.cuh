@@ -1,12 +1,14 @@
 // dispatch, ring mode: bounded memory. Tokens are sent through rings.
 //
-// grid   one block per channel; R - 1 warps send, each to one peer; R x num_receive_warps warps
-//        receive, those of a source its rows in turn (this rank's own rows come straight from x);
-//        one publishes tails and heads
+// grid   one block per channel. It has 2 R - 1 ends: one for each rank that it sends to, this one as
+//        well, whose rows go straight to the outputs, and one for each peer that it receives from.
+//        Several warps may serve an end, and take its rows in turn (RingWarps); one more publishes
+//        tails and heads. Rows pass through bulk copies at every end, since a warp that copies them
+//        through registers waits for memory several times per row
 // forms  expanded: a row is written to the first of its output rows, which follows all other
 //        metadata; the receiver copies it to the others (expand.cuh). Quantised: a block first
 //        casts its channel's rows to FP8 in memory, since every destination's warp loads them again
-// smem   (R - 1) x (stages + mbarriers)
+// smem   stages and mbarriers of all warps of ends
 // words  recv_line.{start,end}_offset · owner: receiver · written by sender · relaxed, flag in data
 //        recv_line.tail               · owner: receiver · written by sender · release/acquire sys
 //        send_line.head               · owner: sender · written by receiver · release/acquire sys
@@ -19,31 +21,40 @@
 #include "device/channel/ring.cuh"
 #include "device/intranode/args.cuh"
 #include "device/intranode/dispatch_meta.cuh"
+#include "device/intranode/ring_receive.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
 #include "device/move/quantise.cuh"
-#include "device/move/vecs.cuh"
 
 namespace deep_comm {
 
-// The tokens of one channel that go to one rank, 32 at a time.
+// The tokens of one channel that go to one rank, those of one warp. It looks at 32 at a time.
 template <class Form>
 class TokenSource {
  public:
-  DC_DEVICE TokenSource(const DispatchArgs& args, const ChannelRange& range, int dst)
-      : args_(args), dst_(dst), base_(range.begin - kWarpSize), end_(range.end) {}
+  DC_DEVICE TokenSource(const DispatchArgs& args, const ChannelRange& range, int dst, Turns turns)
+      : args_(args),
+        dst_(dst),
+        base_(range.begin - kWarpSize),
+        end_(range.end),
+        num_skipped_(turns.first),
+        step_(turns.step) {}
 
   DC_DEVICE int next() {
-    while (pending_ == 0) {
-      base_ += kWarpSize;
-      if (base_ >= end_) return -1;
-      look_at_batch();
+    while (true) {
+      while (pending_ == 0) {
+        base_ += kWarpSize;
+        if (base_ >= end_) return -1;
+        look_at_batch();
+      }
+      const int lane = arch::ffs(pending_) - 1;
+      pending_ &= pending_ - 1;
+      if (num_skipped_-- != 0) continue;
+      num_skipped_ = step_ - 1;
+      return base_ + lane;
     }
-    const int lane = arch::ffs(pending_) - 1;
-    pending_ &= pending_ - 1;
-    return base_ + lane;
   }
   DC_DEVICE const uint8_t* row(int token) const {
     return args_.x + static_cast<size_t>(token) * args_.message.row_bytes;
@@ -89,6 +100,8 @@ class TokenSource {
   int dst_;
   int base_;
   int end_;
+  uint32_t num_skipped_;  // tokens of other warps before the next one of this warp
+  uint32_t step_;
   uint32_t pending_ = 0;
   TokenScales<kScales> scales_;
   Entry entry_;          // of this lane
@@ -138,159 +151,84 @@ DC_DEVICE void TokenSource<Form>::write_meta(uint8_t* meta, int token) const {
   }
 }
 
-// Progress words: [peer] rows sent to it; then num_receive_warps words per source: before which row
-// each of these warps has read all of its own. A word may be larger than the number of rows. The
-// least of a source is not: the warp whose turn it is next has read no later row.
-DC_DEVICE int receive_word(const DispatchArgs& args, int src) {
-  return args.world.num_ranks + src * args.num_receive_warps;
-}
-
+// All lanes: writes the metadata of a token, which lie in a stage, to this rank's outputs. `ordinal`
+// counts the received tokens. Returns the row of the outputs, or -1 if there is none.
 template <class Form>
-DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress,
-                             int channel, int dst) {
-  if (args.world.is_absent(dst)) return;
-  const int num_channels = args.ring.num_channels;
-  StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
-  if (arch::lane_idx() == 0) {
-    const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(dst) * num_channels;
-    const int32_t start = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
-    publish_offsets(
-        context, channel, dst,
-        {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_weak(prefix + channel))});
-  }
-  const ChannelRange range = ChannelRange::of(args.num_tokens, num_channels, channel);
-  RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
-                  channel, dst);
-  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens, pipe),
-            Pieces::of(args.message.row_bytes, args.stage), args.message.meta_bytes,
-            TokenSource<Form>(args, range, dst), TokenSource<Form>(args, range, dst));
-}
-
-// All lanes: copies the metadata of one received row to the outputs.
-DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t row) {
+DC_DEVICE int64_t store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t ordinal) {
   const MessageLayout& message = args.message;
-  for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
-    move_element(args.recv_x_scales + (row * args.num_scales + column) * args.scale_bytes,
-                 meta + message.scales_offset + column * args.scale_bytes, args.scale_bytes);
+  const int lane = arch::lane_idx();
+  int64_t row = ordinal;
+  if constexpr (Form::kExpanded) {
+    row = *reinterpret_cast<const int32_t*>(meta + message.dst_row_offset);
   }
-  const int32_t* local_experts = reinterpret_cast<const int32_t*>(meta + message.topk_idx_offset);
-  const float* weights = reinterpret_cast<const float*>(meta + message.topk_weights_offset);
-  for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
-    store_expert(args.recv_topk_idx, row * message.num_topk + k, args.topk_idx_bytes,
-                 arch::ld_weak(local_experts + k));
-    if (args.recv_topk_weights != nullptr) {
-      arch::st_weak(args.recv_topk_weights + row * message.num_topk + k,
-                    arch::ld_weak(weights + k));
-    }
-  }
-  if (arch::lane_idx() == 0 && args.recv_src_idx != nullptr) {
-    arch::st_weak(args.recv_src_idx + row,
-                  arch::ld_weak(reinterpret_cast<const int32_t*>(meta + message.src_idx_offset)));
-  }
-}
-
-// The same for expanded outputs: `ordinal` among the received tokens, whose first output row is
-// `row`.
-DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const uint8_t* meta, int64_t ordinal,
-                                   int64_t row) {
-  const MessageLayout& message = args.message;
   const bool fits = row >= 0 && row < args.num_recv_rows;
-  for (int column = arch::lane_idx(); column < args.num_scales && fits; column += kWarpSize) {
-    move_element(args.recv_x_scales + (row * args.num_scales + column) * args.scale_bytes,
-                 meta + message.scales_offset + column * args.scale_bytes, args.scale_bytes);
+  for (int column = lane; column < args.num_scales && fits; column += kWarpSize) {
+    scatter_element(args.recv_x_scales + (row * args.num_scales + column) * args.scale_bytes,
+                    meta + message.scales_offset + column * args.scale_bytes, args.scale_bytes);
   }
-  const int32_t* places = reinterpret_cast<const int32_t*>(meta + message.topk_idx_offset);
+  const int32_t* numbers = reinterpret_cast<const int32_t*>(meta + message.topk_idx_offset);
   const float* weights = reinterpret_cast<const float*>(meta + message.topk_weights_offset);
-  for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
-    const int32_t place = arch::ld_weak(places + k);
-    arch::st_weak(args.recv_rows + ordinal * message.num_topk + k, place);
-    if (args.recv_topk_weights != nullptr && place >= 0 && place < args.num_recv_rows) {
-      arch::st_weak(args.recv_topk_weights + place, arch::ld_weak(weights + k));
+  const bool is_received = ordinal < args.num_recv_rows;
+  for (int k = lane; k < message.num_topk && is_received; k += kWarpSize) {
+    const int64_t position = ordinal * message.num_topk + k;
+    const int number = numbers[k];
+    if constexpr (Form::kExpanded) {
+      arch::st_weak(args.recv_rows + position, number);
+      if (args.recv_topk_weights != nullptr && number >= 0 && number < args.num_recv_rows) {
+        arch::st_weak(args.recv_topk_weights + number, weights[k]);
+      }
+    } else {
+      store_expert(args.recv_topk_idx, position, args.topk_idx_bytes, number);
+      if (args.recv_topk_weights != nullptr) {
+        arch::st_weak(args.recv_topk_weights + position, weights[k]);
+      }
     }
   }
-  if (arch::lane_idx() == 0 && args.recv_src_idx != nullptr) {
+  if (lane == 0 && args.recv_src_idx != nullptr && is_received) {
     arch::st_weak(args.recv_src_idx + ordinal,
-                  arch::ld_weak(reinterpret_cast<const int32_t*>(meta + message.src_idx_offset)));
+                  *reinterpret_cast<const int32_t*>(meta + message.src_idx_offset));
   }
+  // What the lanes have read, before the leader loads the stage anew.
+  arch::fence_proxy_async_shared();
+  arch::sync_warp();
+  return fits ? row : -1;
 }
 
-// One of the warps that receive from `src` through this channel: copies the part-th of its rows from
-// the ring to their final rows, and then every num_receive_warps-th. Returns what it reports last: the
-// number of rows, or, if a wait has failed, what it has reported before.
+// The sink of this rank's own rows, from the first_row-th received token on.
 template <class Form>
-DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Progress& progress,
-                                int word, int part, uint32_t num_rows, int64_t first_row) {
-  const uint32_t num_warps = args.num_receive_warps;
-  const uint32_t release_step = min_of(args.num_send_tokens, args.ring.num_slots);
-  uint32_t num_reported = part;
-  // The sender may need the slots of earlier rows before it fills the first one of this warp.
-  if (arch::lane_idx() == 0) progress.report(word, num_reported);
-  for (uint32_t row_idx = part; row_idx < num_rows; row_idx += num_warps) {
-    bool ok = true;
-    if (arch::lane_idx() == 0) ok = ring.await_filled(row_idx);
-    arch::sync_warp();  // hands the leader's acquire to all lanes
-    if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return num_reported;
-    if (arch::fault(Fault::kEarlyCredit) && arch::lane_idx() == 0)
-      progress.report(word, row_idx + num_warps);
-    const int64_t ordinal = first_row + row_idx;
-    int64_t row = ordinal;
-    const uint8_t* slot = ring.slot(row_idx);
-    const uint8_t* meta = slot + args.message.row_bytes;
-    if constexpr (Form::kExpanded) {
-      row = arch::ld_weak(reinterpret_cast<const int32_t*>(meta + args.message.dst_row_offset));
-      if (ordinal < args.num_recv_rows) store_expanded_meta(args, meta, ordinal, row);
-    }
-    if (row >= 0 && row < args.num_recv_rows) {
-      copy_vecs<VecSource::kPeerWritten>(args.recv_x + row * args.message.row_bytes, slot,
-                                         args.message.row_bytes / 16);
-      if (!Form::kExpanded) store_meta(args, meta, row);
-    }
-    if (row_idx + num_warps - num_reported >= release_step) {
-      arch::sync_warp();  // every lane has read its part of the slots
-      num_reported = row_idx + num_warps;
-      if (arch::lane_idx() == 0) progress.report(word, num_reported);
-    }
+class OutputSink {
+ public:
+  DC_DEVICE OutputSink(const DispatchArgs& args, int64_t first_row)
+      : args_(args), first_row_(first_row) {}
+
+  DC_DEVICE bool acquire(uint32_t) const { return true; }
+  DC_DEVICE uint8_t* place(uint32_t row_idx, const uint8_t* meta) const {
+    const int64_t row = store_meta<Form>(args_, meta, first_row_ + row_idx);
+    return row < 0 ? nullptr : args_.recv_x + row * args_.message.row_bytes;
   }
-  // No sender waits for the credit of the last rows: what a warp has read but not reported is less than
-  // release_step, and so than a ring of slots.
-  return num_rows;
+  DC_DEVICE int meta_bytes() const { return 0; }
+  DC_DEVICE void sent(uint32_t) const {}
+  DC_DEVICE void finish(bool, uint32_t) const {}
+
+ private:
+  const DispatchArgs& args_;
+  int64_t first_row_;
+};
+
+// Where this rank's rows for rank `dst` begin and end in a channel, among all that it sends there.
+DC_DEVICE ChannelOffsets sent_offsets(const DispatchArgs& args, int channel, int dst) {
+  const int32_t* prefix =
+      args.channel_prefix_matrix + static_cast<int64_t>(dst) * args.ring.num_channels;
+  const int32_t start = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
+  return {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_weak(prefix + channel))};
 }
 
-// One of the warps that handle this rank's own tokens: copies the part-th one straight from x, and
-// then every num_receive_warps-th.
-template <class Form>
-DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, int64_t first_row) {
+// The row of the outputs where the rows from rank `src` begin.
+DC_DEVICE int64_t source_start(const DispatchArgs& args, int src) {
   const World& world = args.world;
-  const PeerOutput output{args.recv_x,
-                          args.recv_x_scales,
-                          static_cast<uint8_t*>(args.recv_topk_idx),
-                          args.recv_topk_weights,
-                          args.recv_src_idx,
-                          args.recv_rows,
-                          args.num_recv_rows};
-  constexpr VecSource kRows = Form::kQuantised ? VecSource::kPeerWritten : VecSource::kInput;
-  constexpr ScaleSource kScales =
-      Form::kQuantised ? ScaleSource::kWrittenHere : ScaleSource::kInput;
-  TokenSource<Form> tokens(args, ChannelRange::of(args.num_tokens, args.ring.num_channels, channel),
-                           world.rank);
-  int turn = part;  // tokens until this warp's next one
-  int64_t ordinal = first_row;
-  for (int token = tokens.next(); token >= 0; token = tokens.next(), ++ordinal) {
-    if (turn-- != 0) continue;
-    turn = args.num_receive_warps - 1;
-    if (ordinal < 0 || ordinal >= args.num_recv_rows) return;
-    int64_t row = ordinal;
-    if constexpr (Form::kExpanded) {
-      row = arch::ld_nc(args.send_row + static_cast<int64_t>(token) * world.num_ranks + world.rank);
-      ExpandedMeta<kScales> meta;
-      meta.load(args, token);
-      meta.store(args, token, world.rank, output, ordinal, row);
-      if (row < 0 || row >= args.num_recv_rows) continue;
-    }
-    copy_vecs<kRows>(args.recv_x + row * args.message.row_bytes, tokens.row(token),
-                     args.message.row_bytes / 16);
-    if (!Form::kExpanded) store_token_meta<kScales>(args, token, world.rank, output, row);
-  }
+  return src == 0
+             ? 0
+             : arch::ld_weak(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
 }
 
 // Notes where a source's rows of one channel begin among all that this rank receives from it.
@@ -300,57 +238,109 @@ DC_DEVICE void note_channel_start(const DispatchArgs& args, int channel, int src
                 static_cast<int32_t>(start));
 }
 
+// One of the warps that send to `dst`. Progress words: each warp of an end has the word of its own
+// index. It says before which row all of its own have landed, or have been read. A word may be larger
+// than the number of rows. The least of an end is not: the warp whose turn it is next has moved no
+// later row.
+template <class Form>
+DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress,
+                             int channel, int dst, Turns turns) {
+  const World& world = args.world;
+  if (world.is_absent(dst)) return;
+  StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
+  const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
+  const Pieces pieces = Pieces::of(args.message.row_bytes, args.stage);
+  const TokenSource<Form> tokens(args, range, dst, turns);
+  const ChannelOffsets offsets = sent_offsets(args, channel, dst);
+  if (dst == world.rank) {
+    if (turns.first == 0) note_channel_start(args, channel, dst, offsets.start);
+    return send_rows(pipe, OutputSink<Form>(args, source_start(args, dst) + offsets.start), turns,
+                     pieces, args.message.meta_bytes, tokens, tokens);
+  }
+  if (arch::lane_idx() == 0 && turns.first == 0) publish_offsets(context, channel, dst, offsets);
+  const RingSender ring(context, ring_slots(world, args.ring, channel, dst, world.rank), channel,
+                        dst);
+  send_rows(pipe,
+            RingSink(ring, progress, turns, args.num_send_tokens, args.message.meta_bytes, pieces),
+            turns, pieces, args.message.meta_bytes, tokens, tokens);
+}
+
+// One of the warps that receive from a ring: moves its rows to the outputs, where they begin at
+// first_row.
+template <class Form>
+DC_DEVICE void receive_rows(const DispatchArgs& args, RingLoader loader, StagePipe& pipe,
+                            const Pieces& pieces, Turns turns, uint32_t num_rows,
+                            int64_t first_row) {
+  const bool is_leader = arch::lane_idx() == 0;
+  bool ok = true;
+  if (is_leader) loader.begin();
+  for (uint32_t row_idx = turns.first; row_idx < num_rows; row_idx += turns.step) {
+    int64_t row = -1;
+    for (int piece = pieces.num_pieces - 1; piece >= 0; --piece) {
+      if (is_leader) ok = loader.await_load();
+      if (pieces.is_last(piece)) {
+        ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
+        if (!ok) break;
+        arch::sync_warp();  // what the leader has seen land, for all lanes
+        row = store_meta<Form>(args, pipe.current() + pieces.last_bytes, first_row + row_idx);
+      }
+      if (is_leader) {
+        if (piece == 0) loader.free_before(row_idx + turns.step);
+        pipe.store(args.recv_x + row * args.message.row_bytes + piece * pieces.piece_bytes,
+                   row < 0 ? 0 : pieces.bytes_of(piece));
+      }
+      pipe.advance_store();
+    }
+    if (!ok) break;
+  }
+  if (is_leader) loader.finish(ok);
+}
+
 // One of the warps that receive from `src`.
 template <class Form>
 DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args,
-                                Progress& progress, int channel, int src, int part) {
+                                Progress& progress, int channel, int src, Turns turns) {
   const World& world = args.world;
   if (world.is_absent(src)) {
-    if (part == 0) note_channel_start(args, channel, src, 0);
+    if (turns.first == 0) note_channel_start(args, channel, src, 0);
     return;
   }
-  const int64_t source_start =
-      src == 0 ? 0
-               : arch::ld_weak(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
-  if (src == world.rank) {
-    const int32_t* prefix =
-        args.channel_prefix_matrix + static_cast<int64_t>(src) * args.ring.num_channels;
-    const int32_t start = channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1);
-    if (part == 0) note_channel_start(args, channel, src, start);
-    copy_own_rows<Form>(args, channel, part, source_start + start);
-    return;
-  }
-  const int word = receive_word(args, src) + part;
+  StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
+  const Pieces pieces = Pieces::of(args.message.row_bytes, args.stage);
   ChannelOffsets offsets{};
   bool ok = true;
   if (arch::lane_idx() == 0) ok = await_offsets(context, channel, src, &offsets);
-  ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
-  uint32_t num_read = 0;
-  if (ok) {
-    offsets.start = arch::shfl(kFullMask, offsets.start, 0);
-    offsets.end = arch::shfl(kFullMask, offsets.end, 0);
-    if (part == 0) note_channel_start(args, channel, src, offsets.start);
-    RingReceiver ring(context, ring_slots(world, args.ring, channel, world.rank, src), channel,
-                      src);
-    num_read = receive_rows<Form>(args, ring, progress, word, part, offsets.end - offsets.start,
-                                  source_start + offsets.start);
+  if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) {
+    if (arch::lane_idx() == 0) progress.finish(arch::warp_idx(), 0);
+    return;
   }
-  if (arch::lane_idx() == 0) progress.finish(word, num_read);
+  offsets.start = arch::shfl(kFullMask, offsets.start, 0);
+  offsets.end = arch::shfl(kFullMask, offsets.end, 0);
+  if (turns.first == 0) note_channel_start(args, channel, src, offsets.start);
+  const uint32_t num_rows = offsets.end - offsets.start;
+  const RingReceiver ring(context, ring_slots(world, args.ring, channel, world.rank, src), channel,
+                          src);
+  receive_rows<Form>(args, RingLoader(args, ring, pipe, progress, turns, num_rows, pieces), pipe,
+                     pieces, turns, num_rows, source_start(args, src) + offsets.start);
 }
 
-// The publishing warp: lane r publishes the tail of the ring to rank r, lane R + r the head of the
-// ring from it.
+// The rank at the other side of an end of the block.
+DC_DEVICE int rank_of_end(const World& world, int end) {
+  return (world.rank + 1 + end) % world.num_ranks;
+}
+
+// The publishing warp: a lane for every end publishes the tail of the ring that its warps fill, or the
+// head of the ring that they empty.
 DC_DEVICE void dispatch_publish(const Context& context, const DispatchArgs& args,
                                 Progress& progress, int channel) {
   const World& world = args.world;
-  const int lane = arch::lane_idx(), peer = lane % world.num_ranks;
+  const int end = arch::lane_idx(), peer = rank_of_end(world, end);
   Published published;
-  if (world.is_absent(peer)) {
-    // nothing to publish
-  } else if (peer != world.rank && lane < world.num_ranks) {
-    published = {ring_tail(world, channel, peer), peer, 1};
-  } else if (peer != world.rank && lane < 2 * world.num_ranks) {
-    published = {ring_head(world, channel, peer), receive_word(args, peer), args.num_receive_warps};
+  if (end < 2 * world.num_ranks - 1 && peer != world.rank && !world.is_absent(peer)) {
+    published = {
+        end < world.num_ranks ? ring_tail(world, channel, peer) : ring_head(world, channel, peer),
+        args.ring_warps.first_of(world.num_ranks, end),
+        args.ring_warps.of_end(world.num_ranks, end)};
   }
   publish_progress(context, progress, published);
 }
@@ -362,7 +352,7 @@ DC_DEVICE void quantise_channel(const DispatchArgs& args, int channel) {
       const_cast<uint8_t*>(args.x), const_cast<uint8_t*>(args.x_scales), args.source,
       args.message.row_bytes,       args.num_scales * args.scale_bytes,  args.scale_format}
       .cast(range.begin, range.end);
-  arch::fence_proxy_async_global();  // before the bulk copies of the block's senders
+  arch::fence_proxy_async_global();  // before the bulk copies of the warps that send
   arch::sync_block();
 }
 
@@ -371,15 +361,17 @@ template <class Form>
 DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args,
                                  Progress& progress) {
   const int channel = arch::block_idx(), num_ranks = args.world.num_ranks;
-  const int num_senders = num_ranks - 1, num_receivers = num_ranks * args.num_receive_warps;
-  const int warp = arch::warp_idx(), receiver = warp - num_senders;
+  const RingWarps warps = args.ring_warps;
+  const int warp = arch::warp_idx(), end = warps.end_of(num_ranks, warp);
+  const auto first = static_cast<uint32_t>(warp - warps.first_of(num_ranks, end));
   if constexpr (Form::kQuantised) quantise_channel(args, channel);
-  if (warp < num_senders) {
-    dispatch_send<Form>(context, args, progress, channel, (args.world.rank + 1 + warp) % num_ranks);
-  } else if (receiver < num_receivers) {
-    dispatch_receive<Form>(context, args, progress, channel, receiver / args.num_receive_warps,
-                           receiver % args.num_receive_warps);
-  } else if (receiver == num_receivers) {
+  if (end < num_ranks) {
+    dispatch_send<Form>(context, args, progress, channel, rank_of_end(args.world, end),
+                        {first, static_cast<uint32_t>(args.ring_warps.of_send_end)});
+  } else if (warp < warps.count(num_ranks)) {
+    dispatch_receive<Form>(context, args, progress, channel, rank_of_end(args.world, end),
+                           {first, static_cast<uint32_t>(args.ring_warps.of_receive_end)});
+  } else if (warp == warps.count(num_ranks)) {
     dispatch_publish(context, args, progress, channel);
     note_in_warp(context, TraceStep::kLeft);  // the other warps have finished
   }

@@ -1,10 +1,20 @@
-// The sending half of a ring, for dispatch and combine: a source's rows, in order. A Source tells
-// one warp which rows to send and what follows each of them:
+// How a warp sends the rows of a source, in order, for dispatch and combine. Several warps may take
+// them in turn. A Source tells one of these warps which rows it sends and what follows each of them:
 //
-//   int            next()                              the next row, or -1; the whole warp calls it
+//   int            next()                              its next row, or -1; the whole warp calls it
 //   const uint8_t* row(int row)                        its first byte
 //   void           load_meta(int row)                  begins to load the metadata
 //   void           write_meta(uint8_t* meta, int row)  fills those loaded last in shared memory
+//
+// A Sink is where the rows go, a ring or this rank's own outputs. row_idx counts the rows of the source:
+//
+//   bool     acquire(uint32_t row_idx)                 leader: waits until there is room
+//   uint8_t* place(uint32_t row_idx, const uint8_t* meta)
+//                                                      the whole warp, when the metadata are in
+//                                                      shared memory. Null: the row is dropped
+//   int      meta_bytes()                              stored after the row
+//   void     sent(uint32_t row_idx)                    leader: the stores of the row have been issued
+//   void     finish(bool ok, uint32_t row_idx)         leader: all rows before it have landed
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -23,113 +33,130 @@ DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) 
   return {smem + warp * stage.warp_bytes(), barriers + warp * stage.num_stages, stage};
 }
 
-// What a sending warp has reported to its block's publisher. Leader only.
-class SendReport {
- public:
-  // pipe: may have been used before.
-  DC_DEVICE SendReport(Progress& progress, int word, uint32_t chunk, const StagePipe& pipe)
-      : progress_(progress), word_(word), chunk_(chunk), num_stores_before_(pipe.num_stores()) {}
+// Which rows a warp has of those that several take in turn.
+struct Turns {
+  uint32_t first;
+  uint32_t step;
+};
 
-  // Reports when a chunk of rows has landed. A store needs the time of several rows to land, and
-  // waiting for it would empty the pipeline. So the newest stores are reported later.
-  DC_DEVICE void after_row(const StagePipe& pipe, int num_pieces) {
-    constexpr uint32_t kInFlight = 6;
-    const uint32_t num_stores = pipe.num_stores() - num_stores_before_;
-    if (num_stores < kInFlight) return;
-    const uint32_t num_landed = (num_stores - kInFlight) / num_pieces;
-    if (num_landed < num_reported_ + chunk_) return;  // before_wait may have reported more already
-    arch::bulk_wait<kInFlight>();
-    report(num_landed);
+// The sink of a warp that fills a ring. In the word of its own index it tells its block's publisher
+// before which row all of its own have landed.
+class RingSink {
+ public:
+  // The whole warp. chunk: rows that it reports at a time.
+  DC_DEVICE RingSink(const RingSender& ring, Progress& progress, Turns turns, uint32_t chunk,
+                     int meta_bytes, const Pieces& pieces)
+      : ring_(ring),
+        progress_(progress),
+        step_(turns.step),
+        num_pieces_(pieces.num_pieces),
+        chunk_(chunk),
+        meta_bytes_(meta_bytes) {
+    // The receiver may need earlier rows before this warp can send its first one.
+    if (arch::lane_idx() == 0) report(turns.first);
   }
-  // Before a wait for credit: reports all of `num_rows`. Otherwise the receiver could not free a
-  // slot.
-  DC_DEVICE void before_wait(uint32_t num_rows) {
+
+  DC_DEVICE bool acquire(uint32_t row_idx) {
+    if (ring_.poll_slot(row_idx)) return true;
+    // Reports all rows. Otherwise the receiver could not free a slot.
     arch::bulk_wait<0>();
-    report(num_rows);
+    report(row_idx);
+    return ring_.await_slot(row_idx);
   }
-  // After the pipeline has been drained. A failed sender adds nothing to its last report.
-  DC_DEVICE void finish(bool ok, uint32_t num_rows) {
-    progress_.finish(word_, ok ? num_rows : num_reported_);
+  DC_DEVICE uint8_t* place(uint32_t row_idx, const uint8_t*) const { return ring_.slot(row_idx); }
+  DC_DEVICE int meta_bytes() const { return meta_bytes_; }
+  // Reports when a chunk of rows has landed. A store needs the time of several rows to land, and
+  // waiting for it would empty the pipeline. So the newest rows are reported later.
+  DC_DEVICE void sent(uint32_t row_idx) {
+    constexpr int kInFlight = 6;  // stores
+    const uint32_t end = row_idx + step_, num_late = ceil_div(kInFlight, num_pieces_) * step_;
+    if (end < num_reported_ + chunk_ + num_late) return;  // acquire may have reported more already
+    arch::bulk_wait<kInFlight>();
+    report(end - num_late);
+  }
+  // A failed sender adds nothing to its last report.
+  DC_DEVICE void finish(bool ok, uint32_t row_idx) {
+    progress_.finish(arch::warp_idx(), ok ? row_idx : num_reported_);
   }
 
  private:
   DC_DEVICE void report(uint32_t num_rows) {
     if (num_rows == num_reported_) return;
     num_reported_ = num_rows;
-    progress_.report(word_, num_rows);
+    progress_.report(arch::warp_idx(), num_rows);
   }
 
+  RingSender ring_;
   Progress& progress_;
-  int word_;
+  uint32_t step_;
+  int num_pieces_;
   uint32_t chunk_;
-  uint32_t num_stores_before_;
+  int meta_bytes_;
   uint32_t num_reported_ = 0;
 };
 
-// Leader: a free slot for `row_idx`.
-DC_DEVICE bool acquire_slot(RingSender& ring, SendReport& sent, uint32_t row_idx) {
-  if (ring.poll_slot(row_idx)) return true;
-  sent.before_wait(row_idx);
-  return ring.await_slot(row_idx);
-}
-
-// One warp. On failure the pipeline is drained and nothing more is written.
-template <class Source>
-DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, const Pieces& pieces,
+// One warp. On failure the pipeline is drained and nothing more is written. meta_bytes: that the
+// source writes, after the last piece of a row. It is the first to be sent, since the metadata may say
+// where the row belongs.
+template <class Source, class Sink>
+DC_DEVICE void send_rows(StagePipe& pipe, Sink sink, Turns turns, const Pieces& pieces,
                          int meta_bytes, Source ahead, Source current) {
   const bool is_leader = arch::lane_idx() == 0;
   int load_row = ahead.next();
-  int load_piece = 0;
+  int load_piece = pieces.num_pieces - 1;
   auto load_next = [&] {
-    if (load_row < 0) return;
     if (is_leader) {
       pipe.make_room();
       pipe.load(ahead.row(load_row) + load_piece * pieces.piece_bytes, pieces.bytes_of(load_piece));
     }
     pipe.advance_load();
-    if (++load_piece == pieces.num_pieces) {
-      load_piece = 0;
+    if (load_piece-- == 0) {
+      load_piece = pieces.num_pieces - 1;
       load_row = ahead.next();
     }
   };
-  while (load_row >= 0 && pipe.can_load()) load_next();
 
   // The metadata of a row are loaded while the row before it is stored. Otherwise each row would wait
   // for memory.
-  uint32_t row_idx = 0;
+  uint32_t row_idx = turns.first;
   bool ok = true;
   int next_row = current.next();
   if (next_row >= 0 && meta_bytes != 0) current.load_meta(next_row);
-  for (; next_row >= 0; ++row_idx) {
+  for (; next_row >= 0; row_idx += turns.step) {
     const int row = next_row;
     next_row = current.next();
-    if (is_leader) ok = acquire_slot(ring, sent, row_idx);
+    if (is_leader) ok = sink.acquire(row_idx);
     ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
     if (!ok) break;
-    for (int piece = 0; piece < pieces.num_pieces; ++piece) {
+    uint8_t* place = nullptr;
+    for (int piece = pieces.num_pieces - 1; piece >= 0; --piece) {
+      while (load_row >= 0 && pipe.can_load()) load_next();
       int num_bytes = pieces.bytes_of(piece);
-      if (pieces.is_last(piece) && meta_bytes != 0) {
-        // the leader has seen this stage read out before any lane writes into it
-        arch::sync_warp();
-        current.write_meta(pipe.current() + num_bytes, row);
-        // The metadata before the bulk copy that reads it.
-        arch::fence_proxy_async_shared();
-        arch::sync_warp();
-        if (next_row >= 0) current.load_meta(next_row);
-        num_bytes += meta_bytes;
+      if (pieces.is_last(piece)) {
+        uint8_t* meta = pipe.current() + num_bytes;
+        if (meta_bytes != 0) {
+          // the leader has seen this stage read out before any lane writes into it
+          arch::sync_warp();
+          current.write_meta(meta, row);
+          // The metadata before the bulk copy that reads it.
+          arch::fence_proxy_async_shared();
+          arch::sync_warp();
+          if (next_row >= 0) current.load_meta(next_row);
+        }
+        place = sink.place(row_idx, meta);
+        num_bytes += sink.meta_bytes();
       }
       if (is_leader) {
         pipe.await_load();
-        pipe.store(ring.slot(row_idx) + piece * pieces.piece_bytes, num_bytes);
+        pipe.store(place + piece * pieces.piece_bytes, place != nullptr ? num_bytes : 0);
       }
       pipe.advance_store();
-      load_next();
     }
-    if (is_leader) sent.after_row(pipe, pieces.num_pieces);
+    if (is_leader) sink.sent(row_idx);
   }
   if (is_leader) {
     pipe.drain();
-    sent.finish(ok, row_idx);
+    sink.finish(ok, row_idx);
   }
 }
 

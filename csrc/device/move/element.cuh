@@ -51,27 +51,6 @@ DC_DEVICE void scatter_element(uint8_t* dst, const uint8_t* smem_src, int num_by
   }
 }
 
-// Global memory that a peer wrote → global output.
-DC_DEVICE void move_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
-  switch (num_bytes) {
-    case 1:
-      arch::st_weak(dst, arch::ld_weak(src));
-      break;
-    case 2:
-      arch::st_weak(reinterpret_cast<uint16_t*>(dst),
-                    arch::ld_weak(reinterpret_cast<const uint16_t*>(src)));
-      break;
-    case 4:
-      arch::st_weak(reinterpret_cast<uint32_t*>(dst),
-                    arch::ld_weak(reinterpret_cast<const uint32_t*>(src)));
-      break;
-    default:
-      arch::st_weak(reinterpret_cast<uint64_t*>(dst),
-                    arch::ld_weak(reinterpret_cast<const uint64_t*>(src)));
-      break;
-  }
-}
-
 // Read-only global input → global output.
 DC_DEVICE void copy_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
   uint64_t element;

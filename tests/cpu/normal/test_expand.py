@@ -42,7 +42,7 @@ def test_sums_do_not_depend_on_channels_and_rings(num_ranks: int) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("smem_bytes", [8000, None])
+@pytest.mark.parametrize("smem_bytes", [11000, None])
 @pytest.mark.parametrize("direct_bytes", [0, 8 << 20])
 def test_pieces_know_where_rows_belong(smem_bytes: int | None, direct_bytes: int) -> None:
     """Rows in one piece and in several: each must find its place."""

@@ -32,11 +32,12 @@ def test_every_schedule_gives_the_same_bits() -> None:
     run_seeds(range(360), expanded_case, expanded.run_case, expanded.verify)
 
 
+# Stages with room for a few pieces of a row.
 RINGS = Case(
-    (9, 6, 12), experts=6, topk=3, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,
-    nvl_bytes=1 << 20, direct_bytes=0, smem_bytes=8000, seed=2,
+    (9, 6, 12), experts=6, topk=3, hidden=144, num_sms=2, slots=2, send_chunk=1, calls=2,
+    nvl_bytes=1 << 20, direct_bytes=0, smem_bytes=9000, seed=2,
 )  # fmt: skip
-DIRECT = dataclasses.replace(RINGS, tokens=(19, 16, 22), direct_bytes=1 << 19)
+DIRECT = dataclasses.replace(RINGS, tokens=(19, 16, 22), hidden=48, direct_bytes=1 << 19)
 # One block, a rank without tokens and one with a single one.
 ONE_BLOCK = dataclasses.replace(DIRECT, tokens=(17, 0, 1), num_sms=1)
 # Chunks of two tokens, the last of one.

@@ -34,7 +34,7 @@ def small_case(seed: int) -> Case:
         biases=choose.choice((0, 1)), fused_layout=choose.choice((False, True)),
         calls=choose.choice((1, 2)), nvl_bytes=1 << 18,
         direct_bytes=choose.choice((0, 1 << 12, 1 << 17, 1 << 17)),
-        smem_bytes=choose.choice((None, 9000)), seed=seed,
+        smem_bytes=choose.choice((None, 11000)), seed=seed,
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def staged_case(seed: int) -> Case:
         calls=2,
         nvl_bytes=1 << 21,
         direct_bytes=1 << 20,
-        smem_bytes=choose.choice((None, 9168)),
+        smem_bytes=choose.choice((None, 10000)),
         seed=seed,
     )
 
