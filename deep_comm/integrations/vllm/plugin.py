@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from deep_comm import log
 from deep_comm._version import __version__
 from deep_comm.errors import UnsupportedError
@@ -22,6 +24,7 @@ from deep_comm.integrations.vllm.normal import NormalPrepareFinalize
 
 _MANAGERS = "vllm.distributed.device_communicators.all2all"
 _MAKER = "vllm.model_executor.layers.fused_moe.all2all_utils"
+_BATCHED_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe"
 _REPLACED: tuple[tuple[str, str, Any], ...] = (
     (_MANAGERS, "DeepEPHTAll2AllManager", NormalManager),
     (_MANAGERS, "DeepEPLLAll2AllManager", LowLatencyManager),
@@ -78,6 +81,34 @@ def _let_workspaces_grow() -> None:
     WorkspaceManager.lock = keep
 
 
+def _load_by_descriptors() -> None:
+    """vLLM's Triton experts of rows by expert, which `deepep_low_latency` feeds, load weights in
+    single elements unless they use tensor descriptors, and vLLM does so on XPUs alone. On GPUs that
+    have TMA descriptors take a seventh of the time (docs/design/0067). VLLM_TRITON_USE_TD decides if
+    it is set; but it also sets what other kernels do.
+    """
+    try:
+        experts = importlib.import_module(_BATCHED_EXPERTS)
+        decide: Callable[..., bool] = experts.use_tensor_descriptor
+        from vllm import envs
+    except (ImportError, AttributeError):
+        return
+    if hasattr(decide, "__wrapped__"):
+        return
+
+    @functools.wraps(decide)
+    def decide_here(override: bool | None = None) -> bool:
+        is_open = override is None and getattr(envs, "VLLM_TRITON_USE_TD", None) is None
+        return (is_open and _has_tma()) or decide(override)
+
+    experts.use_tensor_descriptor = decide_here
+
+
+@functools.cache
+def _has_tma() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
 def register() -> None:
     """Exchange the classes in this process. May be called again.
 
@@ -104,6 +135,7 @@ def register() -> None:
         setattr(module, name, ours)
     _keep_graphs()
     _let_workspaces_grow()
+    _load_by_descriptors()
     log.set_up()
     log.logger.info(
         "deep_comm %s serves vLLM's deepep_high_throughput and deepep_low_latency", __version__

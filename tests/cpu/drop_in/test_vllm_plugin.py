@@ -8,15 +8,17 @@ import subprocess
 import sys
 
 import pytest
+from vllm import envs
 from vllm.config.compilation import CompilationConfig
 from vllm.distributed.device_communicators import all2all
 from vllm.model_executor.layers.fused_moe import all2all_utils
+from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
 from vllm.v1.worker.workspace import WorkspaceManager
 
 from deep_comm import UnsupportedError
 from deep_comm.integrations import vllm as adapter
 from deep_comm.integrations import vllm_plugin
-from deep_comm.integrations.vllm import interface
+from deep_comm.integrations.vllm import interface, plugin
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +81,24 @@ def test_graphs_keep_their_workspaces_and_later_steps_get_larger_ones() -> None:
     assert any(one is manager._kept_for_graphs for one in held)
 
 
+@pytest.mark.parametrize("has_tma", [False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_experts_use_descriptors_where_there_is_tma_and_nobody_says_otherwise(
+    has_tma: bool, asked: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllms = inspect.unwrap(fused_batched_moe.use_tensor_descriptor)
+    monkeypatch.setattr(fused_batched_moe, "use_tensor_descriptor", vllms)
+    monkeypatch.setattr(plugin, "_has_tma", lambda: has_tma)
+    for _ in range(2):
+        adapter.register()
+    assert fused_batched_moe.use_tensor_descriptor() == has_tma
+    assert fused_batched_moe.use_tensor_descriptor(True)
+    assert not fused_batched_moe.use_tensor_descriptor(False)
+    monkeypatch.setattr(envs, "VLLM_TRITON_USE_TD", asked)
+    # The stand-in's own rule is that of no XPU, without the setting.
+    assert fused_batched_moe.use_tensor_descriptor() == (has_tma and asked is None)
+
+
 def test_graphs_of_an_older_vllm_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_a_backend(self: CompilationConfig) -> None: ...
 
@@ -90,6 +110,8 @@ def test_graphs_of_an_older_vllm_stay_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "vllm.config.compilation", None)
     adapter.register()
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.workspace", None)
+    adapter.register()
+    monkeypatch.setitem(sys.modules, fused_batched_moe.__name__, None)
     adapter.register()
     assert all2all.DeepEPHTAll2AllManager is adapter.NormalManager
 

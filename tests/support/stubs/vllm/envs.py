@@ -1,0 +1,3 @@
+"""Stand-in for vLLM's settings."""
+
+VLLM_TRITON_USE_TD: bool | None = None
