@@ -60,8 +60,9 @@ typename Engine<Target>::Shape Engine<Target>::shape_of_dispatch(const ChannelCo
                                                           max_of(num_ranks - 1, tuning.min_senders))
                              : stages_limit();
   // At least one warp per end, and at most so many that each has room for pieces of some length.
-  const int least_bytes = StageLayout::bytes_of_whole(
-      min_of(message.row_bytes, tuning.good_piece_bytes), message.meta_bytes, StagePipe::kMinStages);
+  const int least_bytes =
+      StageLayout::bytes_of_whole(min_of(message.row_bytes, tuning.good_piece_bytes),
+                                  message.meta_bytes, StagePipe::kMinStages);
   const int num_senders =
       max_of(1, min_of(tuning.num_ring_send_warps, tuning.ring_send_bytes / message.row_bytes));
   RingWarps warps{num_senders, min_of(2 * num_senders, tuning.num_ring_receive_warps)};

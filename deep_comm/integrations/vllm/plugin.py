@@ -84,11 +84,11 @@ def _let_workspaces_grow() -> None:
 def _load_by_descriptors() -> None:
     """vLLM's Triton experts of rows by expert, which `deepep_low_latency` feeds, load weights in
     single elements unless they use tensor descriptors, and vLLM does so on XPUs alone. On GPUs that
-    have TMA descriptors take a seventh of the time (docs/design/0067). VLLM_TRITON_USE_TD decides if
-    it is set; but it also sets what other kernels do.
+    have TMA descriptors take a seventh of the time (docs/design/0067). VLLM_TRITON_USE_TD decides
+    if it is set, but it also sets what other kernels do.
     """
     try:
-        experts = importlib.import_module(_BATCHED_EXPERTS)
+        experts: Any = importlib.import_module(_BATCHED_EXPERTS)
         decide: Callable[..., bool] = experts.use_tensor_descriptor
         from vllm import envs
     except (ImportError, AttributeError):
