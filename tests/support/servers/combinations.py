@@ -181,11 +181,13 @@ def rows_named(patterns: list[str], with_bases: bool = True) -> list[Row]:
 def vllm_options(row: Row) -> dict[str, Any]:
     """Arguments of vLLM's engine, by name; its server takes the same as flags."""
     is_large = row.model.startswith("large")
+    # vLLM takes 256 by itself where experts have room for as many rows of each rank.
+    has_large_steps = is_large and row.backend != "deepep_low_latency"
     options: dict[str, Any] = dict(
         dtype="bfloat16", seed=0, enable_expert_parallel=True, all2all_backend=row.backend,
         data_parallel_size=row.num_gpus, attention_backend="TRITON_ATTN", moe_backend="triton",
         max_model_len=2048 if is_large else 512, max_num_seqs=64,
-        max_num_batched_tokens=2048 if is_large else 256,
+        max_num_batched_tokens=2048 if has_large_steps else 256,
         gpu_memory_utilization=0.1,  # what must be free at start: the KV cache has its own size
         kv_cache_memory_bytes=1 << 32 if is_large else 1 << 29, disable_custom_all_reduce=True,
         enable_prefix_caching="prefix" in row.options,
