@@ -88,12 +88,11 @@ class SymmetricMemory:
             group: a torch.distributed group of any backend, a ThreadGroup, a SimulatedGroup, or
                 None.
             num_bytes: on every rank, for tensors and words. Each takes whole lines of 128 bytes.
-            staging_bytes: for the collectives and products of ``deep_comm.tp``; twice as much is
-                allocated. It must hold what is gathered, scattered or added in one call, of all
-                ranks together, each rank's part rounded up to 16 bytes: half of R * x of
-                ``all_gather``, half of x of ``reduce_scatter``, x of ``all_reduce`` in two shots
-                and, its rows rounded up to a multiple of R, of ``all_reduce_norm``, and half of
-                R * x of ``all_reduce`` in one shot.
+            staging_bytes: on every rank, for the collectives and products of ``deep_comm.tp``. It
+                must hold what ranks push to each other in one call, each rank's part rounded up
+                to 16 bytes: R * x of ``all_gather`` and of ``all_reduce`` in one shot, x of
+                ``reduce_scatter``, 2 * x of ``all_reduce`` in two shots and, its rows rounded up
+                to a multiple of R, of ``all_reduce_norm``. Products name their own.
             num_sms: default 64, on the host target 2.
             multicast: sums of ``deep_comm.tp`` are taken by the NVLink switch, in an order that
                 nobody specifies. The memory is torch's symmetric memory then. Needs a
@@ -120,9 +119,7 @@ class SymmetricMemory:
             integers.require("num_sms", num_sms, 1)
         staging = _whole_lines(staging_bytes)
         settings = Settings(
-            num_nvl_bytes=(
-                2 * staging + _whole_lines(_NUM_PROGRESS * _WORD) + _whole_lines(num_bytes)
-            ),
+            num_nvl_bytes=(staging + _whole_lines(_NUM_PROGRESS * _WORD) + _whole_lines(num_bytes)),
             num_direct_bytes=0,
             num_max_experts=1,
             ranks_per_node=None,
@@ -156,13 +153,13 @@ class SymmetricMemory:
         begin = self._context.engine.data_offset
         calls = self._context.native_calls
         calls.set_staging(
-            offset=begin, num_bytes=2 * staging, multicast=self._context.heap.multicast_base
+            offset=begin, num_bytes=staging, multicast=self._context.heap.multicast_base
         )
-        self._begin = begin + 2 * staging + _whole_lines(_NUM_PROGRESS * _WORD)
+        self._begin = begin + staging + _whole_lines(_NUM_PROGRESS * _WORD)
         self._next = self._begin
         self._end = self._begin + _whole_lines(num_bytes)
         self.progress = SymmetricTensor(
-            self._context, begin + 2 * staging, (_NUM_PROGRESS,), torch.int64
+            self._context, begin + staging, (_NUM_PROGRESS,), torch.int64
         )
         self.timeout_s = settings.timeout_s
         # One rank's for all, as in Context.
@@ -203,7 +200,7 @@ class SymmetricMemory:
         return self._bases
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """The staging as one tensor, for ``deep_comm.tp``: 2 * ``staging_bytes``."""
+        """The staging as one tensor, for ``deep_comm.tp``."""
         return SymmetricTensor(self._context, self._context.engine.data_offset, tuple(shape), dtype)
 
     def _take(self, num_bytes: int, agreed: dict[str, Any]) -> int:

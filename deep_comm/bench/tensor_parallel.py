@@ -56,7 +56,8 @@ class Case:
 
     def staged(self, num_ranks: int) -> int:
         """``staging_bytes`` that it needs. In one shot every rank pushes all of x."""
-        return self.num_bytes * (max(2, num_ranks) if self.op == "all_reduce" else 2) // 2
+        times = 2 if "all_reduce" in self.op else 1
+        return self.num_bytes * (max(times, num_ranks) if self.op == "all_reduce" else times)
 
     def received(self, num_ranks: int) -> float:
         """Bytes that a rank receives, at least."""

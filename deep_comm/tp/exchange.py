@@ -80,10 +80,8 @@ class Exchange:
         """
         whole = (self.num_ranks, *shape)
         needed = torch.Size(whole).numel() * dtype.itemsize
-        if needed > 2 * memory.staging_bytes:
-            raise BufferTooSmall(
-                memory.staging_bytes, -(-needed // 2), f"half of {what}", "staging_bytes"
-            )
+        if needed > memory.staging_bytes:
+            raise BufferTooSmall(memory.staging_bytes, needed, what, "staging_bytes")
         return memory.staging(whole, dtype).local
 
     def slot_offset(self, slots: Tensor) -> int:

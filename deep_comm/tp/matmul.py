@@ -62,7 +62,7 @@ def all_gather_matmul(
             ranks.
         weights: [K, N] each, this rank's; N may differ between weights, not between ranks. A fused
             product needs each, or its transpose, contiguous.
-        memory: whose ranks take part. Its 2 * ``staging_bytes`` must hold the gathered x.
+        memory: whose ranks take part. Its ``staging_bytes`` must hold the gathered x.
         gather_dim: along which x is gathered; the same on all ranks.
         return_gathered: also return the gathered x.
         scales: of FP8, float32: of x, and one for each weight, all in one of three forms: one
@@ -145,7 +145,7 @@ def _gather_beside(
     rank, num_ranks, (num_rows, depth) = exchange.rank, exchange.num_ranks, rows.x.shape
     slots = exchange.staged(memory, (num_rows, depth), rows.x.dtype, "the gathered x")
     scale = _gather_scale(rows, memory, digest)
-    exchange.begin(digest, method, rows.x.dtype, memory.staging_bytes)
+    exchange.begin(digest, method, rows.x.dtype)
     chunk_rows = _chunk_rows(num_rows, depth * rows.x.element_size())
     with exchange.beside():
         for turn in range(1, num_ranks):
@@ -220,7 +220,7 @@ def matmul_reduce_scatter(
         x: [..., K] as of ``all_gather_matmul``, but for K, which may differ between ranks. R
             divides the extent of ``scatter_dim``.
         weight: [K, N], this rank's; the same N on all ranks.
-        memory: its 2 * ``staging_bytes`` must hold the product.
+        memory: its ``staging_bytes`` must hold the product.
         reduce_op: "avg" divides the rounded sum by R and rounds again. The same on all ranks.
         scatter_dim: of the product, along which its R parts lie; the same on all ranks.
         scales, out_dtype, method: as of ``all_gather_matmul``.
@@ -267,7 +267,7 @@ def _scatter_beside(
     size = num_rows * columns
     padded = -(-size * weight.out_dtype.itemsize // 16) * 16 // weight.out_dtype.itemsize
     slots = exchange.staged(memory, (padded,), weight.out_dtype, "the product")
-    exchange.begin(digest, method, columns, weight.out_dtype, memory.staging_bytes)
+    exchange.begin(digest, method, columns, weight.out_dtype)
     out = rows.x.new_empty((num_rows, columns), dtype=weight.out_dtype)
     if method == "fused":
         from deep_comm.tp.product import Scattered, scattered_product
@@ -306,7 +306,7 @@ def matmul_all_reduce(
 
     Args:
         x: [..., K]; weight, memory, scales, out_dtype, method: as of ``matmul_reduce_scatter``, but
-            unfused ``staging_bytes`` must hold the product.
+            unfused ``staging_bytes`` must hold the product twice.
 
     Returns:
         [..., N], the same bits by every method and on every rank.

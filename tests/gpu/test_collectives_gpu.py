@@ -30,7 +30,7 @@ def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None
         for columns, offset in ((1, 0), (7, 1), (1024, 0))
         for dtype in FLOATS
     )
-    case = CollectiveCase(num_ranks, calls, staging_bytes=num_ranks**2 << 21 | 1 << 20)
+    case = CollectiveCase(num_ranks, calls, staging_bytes=num_ranks**2 << 22 | 1 << 21)
     verify(case, run(num_ranks, collectives.run_on_gpu, case))
 
 
@@ -38,7 +38,7 @@ def _replayed(group, device: torch.device, op: str) -> bool:
     """A graph of three calls, replayed between eager calls, with another x each time."""
     rank, ranks = group.rank(), group.size()
     call = Call(op, (16 * ranks, 512), torch.float32, 8)
-    with SymmetricMemory(group, 0, staging_bytes=4 << 20, device=device, timeout_s=30) as memory:
+    with SymmetricMemory(group, 0, staging_bytes=8 << 20, device=device, timeout_s=30) as memory:
         x = torch.zeros(call.shape, device=device)
         total = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -82,7 +82,7 @@ def test_what_was_stored_before_a_signal_is_seen_after_the_wait(num_ranks: int) 
 
 
 def _silent(group, device: torch.device) -> str:
-    with SymmetricMemory(group, 0, staging_bytes=1 << 20, device=device, timeout_s=2) as memory:
+    with SymmetricMemory(group, 0, staging_bytes=1 << 21, device=device, timeout_s=2) as memory:
         x = torch.ones(1000, device=device)
         named = ""
         if group.rank() != 1:
@@ -114,7 +114,7 @@ def test_a_switch_takes_the_sums(op: str, num_ranks: int) -> None:
     calls = tuple(
         Call(op, (rows * num_ranks, 1024), dtype, 32) for rows in (1, 3, 512) for dtype in FLOATS
     )
-    case = CollectiveCase(num_ranks, calls, staging_bytes=32 << 20, multicast=True)
+    case = CollectiveCase(num_ranks, calls, staging_bytes=64 << 20, multicast=True)
     collectives.verify_near(case, run(num_ranks, collectives.run_on_gpu, case))
 
 

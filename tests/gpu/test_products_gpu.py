@@ -21,7 +21,7 @@ run = functools.partial(gpu_cases.run, on_own_device, variables={}, timeout_s=10
 def test_results_have_the_bits_of_the_reference(op: str, method: str, num_ranks: int) -> None:
     large = (Product(op, method, 2048, 512, 1024),)
     of_case = (*device_products(op, method), *large, *large)
-    case = ProductCase(num_ranks, of_case, staging_bytes=64 << 20)
+    case = ProductCase(num_ranks, of_case, staging_bytes=128 << 20)
     verify(case, run(num_ranks, products.run_on_gpu, case))
 
 

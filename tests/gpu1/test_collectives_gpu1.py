@@ -24,7 +24,7 @@ def test_results_have_the_bits_of_the_reference(op: str, num_ranks: int) -> None
         for columns, offset in ((5, 1), (4096, 0))
         for dtype in (torch.bfloat16, torch.float32)
     )
-    case = CollectiveCase(num_ranks, calls, staging_bytes=1 << 20)
+    case = CollectiveCase(num_ranks, calls, staging_bytes=1 << 21)
     verify(case, run(num_ranks, collectives.run_on_gpu, case))
 
 

@@ -20,7 +20,7 @@ def run(num_ranks: int, fn, *args: object) -> list:
 @pytest.mark.parametrize("method", METHODS_ON_GPUS)
 @pytest.mark.parametrize("op", OPS)
 def test_results_have_the_bits_of_the_reference(op: str, method: str, num_ranks: int) -> None:
-    case = ProductCase(num_ranks, device_products(op, method), staging_bytes=4 << 20)
+    case = ProductCase(num_ranks, device_products(op, method), staging_bytes=8 << 20)
     verify(case, run(num_ranks, products.run_on_gpu, case))
 
 

@@ -33,7 +33,7 @@ class Call:
 class CollectiveCase:
     num_ranks: int
     calls: tuple[Call, ...]
-    staging_bytes: int = 1 << 14
+    staging_bytes: int = 1 << 15
     multicast: bool = False
     descending: bool = False  # the switch begins with the last rank
 
@@ -210,12 +210,12 @@ def norms_on_gpus(num_ranks: int) -> CollectiveCase:
         for shape in ((1, 264), (5, 8192), (300, 1024))
         for dtype in FLOATS
     )
-    return CollectiveCase(num_ranks, calls, staging_bytes=4 << 20)
+    return CollectiveCase(num_ranks, calls, staging_bytes=8 << 20)
 
 
 def together(fn: Any, num_ranks: int = 2, return_errors: bool = False, **options: Any) -> list[Any]:
     """What ``fn(memory)`` returns, or raises with ``return_errors``, on each rank, a thread."""
-    options = {"timeout_s": 20.0, "staging_bytes": 1 << 12, **options}
+    options = {"timeout_s": 20.0, "staging_bytes": 1 << 13, **options}
 
     def main(group: Any) -> Any:
         with SymmetricMemory(group, 1 << 12, device="cpu", **options) as memory:

@@ -36,7 +36,7 @@ class Product:
 class ProductCase:
     num_ranks: int
     calls: tuple[Product, ...]
-    staging_bytes: int = 1 << 14
+    staging_bytes: int = 1 << 15
 
     def expected(self) -> list[list[Tensor]]:
         """By call, then by rank."""
@@ -128,7 +128,7 @@ def device_products(op: str, method: str) -> tuple[Product, ...]:
 
 
 def _memory_on(group: Any, device: torch.device, timeout_s: float = 30) -> SymmetricMemory:
-    return SymmetricMemory(group, 0, staging_bytes=8 << 20, device=device, timeout_s=timeout_s)
+    return SymmetricMemory(group, 0, staging_bytes=16 << 20, device=device, timeout_s=timeout_s)
 
 
 def run_on_gpu(group: Any, device: torch.device, case: ProductCase) -> list[Tensor]:

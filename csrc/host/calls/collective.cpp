@@ -96,9 +96,7 @@ CheckedCollective check(const CallContext& context, Collective op, const TensorR
   checked.shard_vecs = ceil_div(checked.shard_bytes, kVecBytes);
   const int64_t staged = staged_bytes(context, op, checked.shard_vecs);
   if (staged > static_cast<int64_t>(context.staging.num_bytes)) {
-    // Twice what the caller has given is staging.
-    refuse_memory("staging_bytes", context.staging.num_bytes / 2,
-                  static_cast<size_t>(ceil_div<int64_t>(staged, 2)),
+    refuse_memory("staging_bytes", context.staging.num_bytes, static_cast<size_t>(staged),
                   "an x of " + std::to_string(checked.num_bytes) + " bytes");
   }
   return checked;

@@ -324,7 +324,7 @@ def test_auto_follows_what_the_bench_has_stored(tune_file: Path) -> None:
 
     def products(group: Any) -> list[int]:
         """How many of them went beside their collective."""
-        with SymmetricMemory(group, 0, staging_bytes=4096, device="cpu") as memory:
+        with SymmetricMemory(group, 0, staging_bytes=8192, device="cpu") as memory:
             counts = []
             for rows in (4, 10):  # as measured; unlike it
                 tp.all_gather_matmul(torch.ones(rows, 64), torch.ones(64, 8), memory)

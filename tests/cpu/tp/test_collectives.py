@@ -60,7 +60,7 @@ def test_sums_with_a_residual_are_normalised(num_ranks: int, multicast: bool) ->
         for shape in shapes
         for dtype, num_sms in zip(FLOATS, (1, 2, 9), strict=True)
     )
-    on_threads(CollectiveCase(num_ranks, calls, staging_bytes=1 << 16, multicast=multicast))
+    on_threads(CollectiveCase(num_ranks, calls, staging_bytes=1 << 17, multicast=multicast))
 
 
 @by_switch_or_not
@@ -78,7 +78,7 @@ def test_tensors_may_begin_and_end_anywhere(op: str, multicast: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.complex64])
 def test_an_all_gather_moves_any_dtype(dtype: torch.dtype) -> None:
     def fn(group: Any) -> torch.Tensor:
-        with SymmetricMemory(group, 0, staging_bytes=1 << 12, device="cpu") as memory:
+        with SymmetricMemory(group, 0, staging_bytes=1 << 13, device="cpu") as memory:
             return tp.all_gather(torch.full((3, 5), memory.rank).to(dtype), memory)
 
     wanted = torch.arange(3).repeat_interleave(3)[:, None].expand(9, 5).to(dtype)
@@ -118,7 +118,7 @@ def test_generations_wrap_around() -> None:
     case = random_case(11)
 
     def fn(group: Any) -> Any:
-        with SymmetricMemory(group, 0, staging_bytes=1 << 14, device="cpu") as memory:
+        with SymmetricMemory(group, 0, staging_bytes=1 << 15, device="cpu") as memory:
             memory._context.rendezvous.barrier()
             memory._context.engine.set_generation(0xFFFFFFFE)
             memory._context.rendezvous.barrier()
@@ -210,11 +210,11 @@ def test_pieces_fit_into_little_shared_memory() -> None:
         for op in (*OPS, NORM)
         for dtype, num_sms in zip(FLOATS, (1, 2, 9), strict=True)
     )
-    case = CollectiveCase(3, calls, staging_bytes=1 << 16)
+    case = CollectiveCase(3, calls, staging_bytes=1 << 17)
 
     def run(group: Any, smem_bytes: int) -> list[torch.Tensor]:
         results = []
-        with SymmetricMemory(group, 0, staging_bytes=1 << 16, device="cpu") as memory:
+        with SymmetricMemory(group, 0, staging_bytes=1 << 17, device="cpu") as memory:
             memory._context.engine.smem_bytes_limit = smem_bytes
             for number, call in enumerate(calls):
                 results.append(make(call, x_of(call, memory.rank, number), memory, number))
@@ -240,7 +240,7 @@ def test_a_staging_of_just_what_is_pushed_is_enough(
     call = Call(op, (num_ranks, 64), torch.float32)  # 256 bytes for each rank
     whole = op in ("all_gather", "one_shot")
     shard_bytes = 256 * (num_ranks if whole else 1)
-    needed = slots(op, num_ranks, multicast) * shard_bytes // 2
+    needed = slots(op, num_ranks, multicast) * shard_bytes
     on_threads(CollectiveCase(num_ranks, (call,), needed, multicast))
     for error in together(
         lambda memory: make(call, x_of(call, memory.rank, 0), memory),

@@ -32,7 +32,7 @@ def test_results_have_the_bits_of_the_reference(op: str, method: str, num_ranks:
         for shape in ((1, 1, 1), (3, 17, 5), (150, 8, 3))
         for dtype, is_n_major in zip(FLOATS, (True, False, True), strict=True)
     )
-    on_threads(ProductCase(num_ranks, products, staging_bytes=1 << 16))
+    on_threads(ProductCase(num_ranks, products, staging_bytes=1 << 17))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -27,7 +27,7 @@ def together(fn: Any, num_ranks: int = 2) -> list[Any]:
 
     def main(group: Any) -> Any:
         name = f"rank {group.rank()}"
-        with SymmetricMemory(group, 0, staging_bytes=1 << 14, device="cpu") as memory:
+        with SymmetricMemory(group, 0, staging_bytes=1 << 15, device="cpu") as memory:
             tp.register(name, memory)
             return fn(memory, name)
 
@@ -226,7 +226,7 @@ def _installed(group: Any) -> str:
     rank, num_ranks = group.rank(), group.size()
     x, weight = numbers(rank, 2, 6), numbers(9, 6, 4)
     whole = torch.cat([numbers(each, 2, 6) for each in range(num_ranks)])
-    with SymmetricMemory(group, 0, staging_bytes=1 << 14, device="cpu") as memory:
+    with SymmetricMemory(group, 0, staging_bytes=1 << 15, device="cpu") as memory:
         tp.install(group, memory)
         name = group.group_name
 
@@ -276,7 +276,7 @@ def _compiled_by_inductor(group: Any) -> list[str]:
     wanted = block(x, up, down)
     options = dict(_micro_pipeline_tp=True, reorder_for_compute_comm_overlap=False)
     with (
-        SymmetricMemory(group, 0, staging_bytes=1 << 16, device="cpu") as memory,
+        SymmetricMemory(group, 0, staging_bytes=1 << 17, device="cpu") as memory,
         mock.patch.object(torch.distributed, "is_nccl_available", lambda: True),
         torch._inductor.config.patch(options), noted("all_gather_matmul"),
         noted("matmul_reduce_scatter"),
