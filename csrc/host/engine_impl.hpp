@@ -33,6 +33,11 @@ inline void check_channels(const ChannelConfig& config, int most) {
           ", must lie in 1..num_slots = ", config.num_slots);
 }
 
+inline void check_row_bytes(int row_bytes) {
+  require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = ", row_bytes,
+          ", must be a positive multiple of 16");
+}
+
 // Calls visit with the kernel type for rows of that dtype.
 template <template <Dtype> class KernelOf, class Visit>
 void with_dtype(Dtype dtype, const Visit& visit) {

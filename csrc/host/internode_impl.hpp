@@ -121,8 +121,7 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
     return args.header.fields[static_cast<int>(name)];
   };
   const int row_bytes = field(RailField::kRowBytes);
-  require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = ", row_bytes,
-          ", must be a positive multiple of 16");
+  detail::check_row_bytes(row_bytes);
   check_num_experts(args.experts.num_experts);
   count_bytes(num_tokens, config.num_channels);
   const RailMessage message{row_bytes, field(RailField::kScaleRowBytes),
@@ -377,8 +376,7 @@ template <class Target>
 void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
                                        const ChannelConfig& config, const RailConfig& rail,
                                        int num_topk, int row_bytes, uint64_t stream) {
-  detail::require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = ", row_bytes,
-                  ", must be a positive multiple of 16");
+  detail::check_row_bytes(row_bytes);
   args.tiers = tiers_;
   args.message = MessageLayout::of_combine(row_bytes, num_topk);
   make_rings(config, rail, static_cast<int>(args.message.slot_bytes()), &args.ring,

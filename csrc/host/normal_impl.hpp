@@ -27,11 +27,11 @@ typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& con
                                                         int warp_bytes, int good_stages) const {
   using detail::require;
   detail::check_channels(config, kMaxChannels);
-  require(message.row_bytes > 0 && message.row_bytes % 16 == 0, "row_bytes = ", message.row_bytes,
-          ", must be a positive multiple of 16");
-  require(warp_bytes >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages),
-          "scales and top-k of one token take ", message.meta_bytes,
-          " bytes: too many for the stages of a warp, which has ", warp_bytes);
+  detail::check_row_bytes(message.row_bytes);
+  const int most_meta_bytes = StageLayout::most_meta_bytes(warp_bytes, StagePipe::kMinStages);
+  require(message.meta_bytes <= most_meta_bytes, "scales and top-k of one token take ",
+          message.meta_bytes, " bytes, of which rings of ", world_.num_ranks,
+          " ranks have room for ", most_meta_bytes);
   const bool has_room = warp_bytes >= StageLayout::min_warp_bytes(message.meta_bytes, good_stages);
   Shape shape{};
   shape.stage =
@@ -54,23 +54,28 @@ typename Engine<Target>::Shape Engine<Target>::shape_of_dispatch(const ChannelCo
                 kMaxBarrierBytes);
   const Tuning& tuning = Target::kTuning;
   const int num_ranks = world_.num_ranks;
-  // Direct mode, which is then the usual one, keeps its L1.
-  const int most_bytes = may_be_direct
-                             ? min_of(stages_limit(), tuning.sender_smem_bytes *
-                                                          max_of(num_ranks - 1, tuning.min_senders))
-                             : stages_limit();
-  // At least one warp per end, and at most so many that each has room for pieces of some length.
-  const int least_bytes =
-      StageLayout::bytes_of_whole(min_of(message.row_bytes, tuning.good_piece_bytes),
-                                  message.meta_bytes, StagePipe::kMinStages);
+  detail::check_row_bytes(message.row_bytes);
   const int num_senders =
       max_of(1, min_of(tuning.num_ring_send_warps, tuning.ring_send_bytes / message.row_bytes));
-  RingWarps warps{num_senders, min_of(2 * num_senders, tuning.num_ring_receive_warps)};
-  while (warps.of_send_end + warps.of_receive_end > 2 &&
-         (warps.count(num_ranks) > tuning.most_ring_warps ||
-          warps.count(num_ranks) * least_bytes > most_bytes)) {
-    warps = {max_of(1, warps.of_send_end - 1), max_of(1, warps.of_receive_end - 1)};
-  }
+  const auto warps_of = [&](int num_send_warps) {
+    return RingWarps{num_send_warps, min_of(2 * num_send_warps, tuning.num_ring_receive_warps)};
+  };
+  // Direct mode, where it is possible, is the usual one. It keeps its L1.
+  const int needed = RingWarps{1, 1}.count(num_ranks) *
+                     StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages);
+  const int with_direct =
+      max_of(needed, tuning.sender_smem_bytes * max_of(num_ranks - 1, tuning.min_senders));
+  const int most_bytes = may_be_direct ? min_of(stages_limit(), with_direct) : stages_limit();
+  const int good_bytes =
+      StageLayout::bytes_of_stages(min_of(message.row_bytes, tuning.good_piece_bytes),
+                                   message.meta_bytes, StagePipe::kMinStages);
+  const auto fits = [&](const RingWarps& warps) {
+    const int count = warps.count(num_ranks);
+    return count <= tuning.most_ring_warps && count * good_bytes <= most_bytes;
+  };
+  RingWarps warps = warps_of(num_senders);
+  while (!fits(warps) && warps.of_send_end > 1) warps = warps_of(warps.of_send_end - 1);
+  while (!fits(warps) && warps.of_receive_end > 1) --warps.of_receive_end;
   Shape shape =
       shape_of(config, message, most_bytes / warps.count(num_ranks), StagePipe::kMinStages);
   shape.ring_warps = warps;
@@ -410,7 +415,7 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   if (args.num_ring_senders > 1) {
     const int64_t window = Target::kTuning.ring_window_bytes / (num_rings * shape.ring.slot_bytes);
     shape.ring.num_slots = static_cast<int>(
-        min_of<int64_t>(shape.ring.num_slots, max_of<int64_t>(window, config.num_send_tokens)));
+        min_of<int64_t>(shape.ring.num_slots, max_of<int64_t>(window, 2 * config.num_send_tokens)));
   }
   args.num_senders = num_senders;
   args.barriers_offset = num_senders * shape.stage.warp_bytes();

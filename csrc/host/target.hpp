@@ -73,21 +73,18 @@ struct Tuning {
   int senders_of_few_twos;  // the same, where there are words for chunks of one row, too
   int most_single_rows;     // combine: of a rank, beyond which they travel in twos
   int min_senders;          // combine: warps of a block that send, at least
-  // combine, rings: senders of a rank, beyond which only one fills a ring; with more senders, bytes of
-  // all rings of a rank, which its L2 shall hold until they are added
+  // ring combine: two warps fill a ring if all rings of a rank then have so many at most
   int most_ring_senders;
+  // ring combine, where two do, which run ahead of the adding warps: slots of all rings of a rank
   int ring_window_bytes;
-  // ring dispatch: warps of a block for each rank that it sends to, at most, and bytes of rows that they
-  // send at a time; for each rank that it receives from, at most; of a block. A row may be sent in
-  // pieces; of bytes, at least, where warps can be saved
-  int num_ring_send_warps;
-  int ring_send_bytes;
-  int num_ring_receive_warps;
-  int most_ring_warps;
-  int good_piece_bytes;
-  int num_direct_move_warps;  // direct dispatch: at most
-  int num_link_sms;           // direct dispatch: SMs whose rows to peers the links keep up with
-  int num_direct_cast_warps;  // the same, of rows that are quantised on their way
+  int num_ring_send_warps;     // ring dispatch: of a block, for each rank that it sends to, at most
+  int ring_send_bytes;         // the same: fewer, if they have rows of more bytes in work together
+  int num_ring_receive_warps;  // ring dispatch: of a block, for each peer, at most
+  int most_ring_warps;         // ring dispatch: of a block
+  int good_piece_bytes;        // ring dispatch: rather fewer warps than shorter pieces of a row
+  int num_direct_move_warps;   // direct dispatch: at most
+  int num_link_sms;            // direct dispatch: SMs whose rows to peers the links keep up with
+  int num_direct_cast_warps;   // the same, of rows that are quantised on their way
   int num_direct_meta_warps;
   // Stages of one sending warp of combine, at most. Where direct mode is possible, ring dispatch has as
   // much for all of its warps as the senders of combine. What a block leaves is L1 for its readers.

@@ -61,10 +61,8 @@ DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, Com
                         channel, dst);
   const Pieces pieces = Pieces::of(args.message.row_bytes, args.stage);
   const RowSource rows(args, begin, end, turns);
-  send_rows(
-      pipe,
-      RingSink(ring, entry->progress, turns, args.num_send_tokens, args.message.meta_bytes, pieces),
-      turns, pieces, args.message.meta_bytes, rows, rows);
+  send_rows(pipe, RingSink(ring, entry->progress, turns, args.num_send_tokens, pieces), turns,
+            pieces, args.message.meta_bytes, rows, rows);
 }
 
 // Lane r < R: the ordinal of `token` among the rows that rank r returns to this channel, or -1.

@@ -198,6 +198,8 @@ DC_DEVICE int64_t store_meta(const DispatchArgs& args, const uint8_t* meta, int6
 template <class Form>
 class OutputSink {
  public:
+  static constexpr bool kSendsMeta = false;
+
   DC_DEVICE OutputSink(const DispatchArgs& args, int64_t first_row)
       : args_(args), first_row_(first_row) {}
 
@@ -206,7 +208,6 @@ class OutputSink {
     const int64_t row = store_meta<Form>(args_, meta, first_row_ + row_idx);
     return row < 0 ? nullptr : args_.recv_x + row * args_.message.row_bytes;
   }
-  DC_DEVICE int meta_bytes() const { return 0; }
   DC_DEVICE void sent(uint32_t) const {}
   DC_DEVICE void finish(bool, uint32_t) const {}
 
@@ -260,9 +261,8 @@ DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, P
   if (arch::lane_idx() == 0 && turns.first == 0) publish_offsets(context, channel, dst, offsets);
   const RingSender ring(context, ring_slots(world, args.ring, channel, dst, world.rank), channel,
                         dst);
-  send_rows(pipe,
-            RingSink(ring, progress, turns, args.num_send_tokens, args.message.meta_bytes, pieces),
-            turns, pieces, args.message.meta_bytes, tokens, tokens);
+  send_rows(pipe, RingSink(ring, progress, turns, args.num_send_tokens, pieces), turns, pieces,
+            args.message.meta_bytes, tokens, tokens);
 }
 
 // One of the warps that receive from a ring: moves its rows to the outputs, where they begin at
@@ -373,7 +373,8 @@ DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& arg
                            {first, static_cast<uint32_t>(args.ring_warps.of_receive_end)});
   } else if (warp == warps.count(num_ranks)) {
     dispatch_publish(context, args, progress, channel);
-    note_in_warp(context, TraceStep::kLeft);  // the other warps have finished
+    // All rows of rings have been moved; this rank's own may not.
+    note_in_warp(context, TraceStep::kLeft);
   }
 }
 

@@ -28,7 +28,8 @@ struct NotifyKernel : LocalKernel<NotifyArgs, Kernel::kNotifyDispatch, 1024> {
 
 template <bool kIsExpanded, bool kIsQuantised>
 struct DispatchKernel : WaitingKernel<DispatchArgs, Kernel::kDispatch, 640> {
-  // 20 warps leave 96 registers per thread. Rings of eight ranks need 16.
+  // 20 warps leave 96 registers per thread. Rings need most_ring_warps and one more.
+
   // The notify. It is not cooperative then: a block waits for the same block, or channel, of every
   // peer, and for none of its own rank.
   static constexpr bool kBeginsBeside = !kIsExpanded;

@@ -12,9 +12,10 @@
 //   uint8_t* place(uint32_t row_idx, const uint8_t* meta)
 //                                                      the whole warp, when the metadata are in
 //                                                      shared memory. Null: the row is dropped
-//   int      meta_bytes()                              stored after the row
+//   bool     kSendsMeta                                they are stored after the row
 //   void     sent(uint32_t row_idx)                    leader: the stores of the row have been issued
-//   void     finish(bool ok, uint32_t row_idx)         leader: all rows before it have landed
+//   void     finish(bool ok, uint32_t row_idx)         leader: the warp's rows before row_idx have
+//                                                      landed; without ok it has failed there
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -43,15 +44,16 @@ struct Turns {
 // before which row all of its own have landed.
 class RingSink {
  public:
+  static constexpr bool kSendsMeta = true;
+
   // The whole warp. chunk: rows that it reports at a time.
   DC_DEVICE RingSink(const RingSender& ring, Progress& progress, Turns turns, uint32_t chunk,
-                     int meta_bytes, const Pieces& pieces)
+                     const Pieces& pieces)
       : ring_(ring),
         progress_(progress),
         step_(turns.step),
         num_pieces_(pieces.num_pieces),
-        chunk_(chunk),
-        meta_bytes_(meta_bytes) {
+        chunk_(chunk) {
     // The receiver may need earlier rows before this warp can send its first one.
     if (arch::lane_idx() == 0) report(turns.first);
   }
@@ -64,15 +66,16 @@ class RingSink {
     return ring_.await_slot(row_idx);
   }
   DC_DEVICE uint8_t* place(uint32_t row_idx, const uint8_t*) const { return ring_.slot(row_idx); }
-  DC_DEVICE int meta_bytes() const { return meta_bytes_; }
   // Reports when a chunk of rows has landed. A store needs the time of several rows to land, and
   // waiting for it would empty the pipeline. So the newest rows are reported later.
   DC_DEVICE void sent(uint32_t row_idx) {
     constexpr int kInFlight = 6;  // stores
-    const uint32_t end = row_idx + step_, num_late = ceil_div(kInFlight, num_pieces_) * step_;
-    if (end < num_reported_ + chunk_ + num_late) return;  // acquire may have reported more already
+    const uint32_t next_row = row_idx + step_;
+    const uint32_t num_late = ceil_div(kInFlight, num_pieces_) * step_;
+    // acquire may have reported more already
+    if (next_row < num_reported_ + chunk_ + num_late) return;
     arch::bulk_wait<kInFlight>();
-    report(end - num_late);
+    report(next_row - num_late);
   }
   // A failed sender adds nothing to its last report.
   DC_DEVICE void finish(bool ok, uint32_t row_idx) {
@@ -91,12 +94,11 @@ class RingSink {
   uint32_t step_;
   int num_pieces_;
   uint32_t chunk_;
-  int meta_bytes_;
   uint32_t num_reported_ = 0;
 };
 
 // One warp. On failure the pipeline is drained and nothing more is written. meta_bytes: that the
-// source writes, after the last piece of a row. It is the first to be sent, since the metadata may say
+// source writes, after the last piece of a row. That piece is sent first, since the metadata may say
 // where the row belongs.
 template <class Source, class Sink>
 DC_DEVICE void send_rows(StagePipe& pipe, Sink sink, Turns turns, const Pieces& pieces,
@@ -144,7 +146,7 @@ DC_DEVICE void send_rows(StagePipe& pipe, Sink sink, Turns turns, const Pieces& 
           if (next_row >= 0) current.load_meta(next_row);
         }
         place = sink.place(row_idx, meta);
-        num_bytes += sink.meta_bytes();
+        if (Sink::kSendsMeta) num_bytes += meta_bytes;
       }
       if (is_leader) {
         pipe.await_load();

@@ -62,11 +62,16 @@ struct StageLayout {
   DC_HOST_DEVICE size_t warp_barrier_bytes() const { return num_stages * sizeof(uint64_t); }
   // The least shared memory that a warp needs for this metadata.
   DC_HOST_DEVICE static int min_warp_bytes(int meta_bytes, int min_stages) {
-    return bytes_of_whole(16, meta_bytes, min_stages);
+    return bytes_of_stages(16, meta_bytes, min_stages);
   }
-  // What num_rows stages with whole rows need.
-  DC_HOST_DEVICE static int bytes_of_whole(int row_bytes, int meta_bytes, int num_rows) {
-    return num_rows * (align_up(row_bytes + meta_bytes, 128) + static_cast<int>(sizeof(uint64_t)));
+  // The reverse of that.
+  DC_HOST_DEVICE static int most_meta_bytes(int warp_bytes, int min_stages) {
+    return (warp_bytes / min_stages - static_cast<int>(sizeof(uint64_t))) / 128 * 128 - 16;
+  }
+  // What stages for pieces of so many bytes need.
+  DC_HOST_DEVICE static int bytes_of_stages(int piece_bytes, int meta_bytes, int num_stages) {
+    const int stage_bytes = align_up(piece_bytes + meta_bytes, 128);
+    return num_stages * (stage_bytes + static_cast<int>(sizeof(uint64_t)));
   }
   // Stages for row_bytes and the metadata after them, in warp_bytes_limit. Whole rows if min_stages
   // of them fit, and then as many stages as fit; otherwise pieces.

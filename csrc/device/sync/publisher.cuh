@@ -73,9 +73,9 @@ DC_DEVICE void publish_progress(const Context& context, Progress& progress,
     }
     const bool is_new = num_rows != num_published;
     if (arch::any(kFullMask, is_new)) {
-      // With the store below, a release; pairs with: RingReceiver::await_filled (tails: slots of
-      // rows [0, num_rows) are filled), RingSender::await_slot and ::poll_slot (heads: they have
-      // been read), await_part (parts of collectives have been pushed)
+      // With the store below, a release; pairs with: RingReceiver::await_filled and ::poll_filled
+      // (tails: slots of rows [0, num_rows) are filled), RingSender::await_slot and ::poll_slot
+      // (heads: they have been read), await_part (parts of collectives have been pushed)
       arch::fence_acq_rel_sys();
       if (is_new)
         arch::st_relaxed_sys(published.target, Tagged::pack(context.generation, num_rows));

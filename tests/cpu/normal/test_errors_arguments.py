@@ -290,6 +290,32 @@ def test_a_handle_is_refused_for_another_token_count_channel_count_or_group(
     buffer.dispatch(x, handle)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_as_many_bytes_of_scales_as_fit_beside_a_row(num_ranks: int) -> None:
+    """A call with more says how many, and one with just as many brings them all."""
+
+    def fn(group: Any) -> bool:
+        with Buffer(group, 32 << 20, num_direct_bytes=0, device="cpu") as buffer:
+            x, topk_idx = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(3, 1).long()
+
+            def dispatch(num_scales: int) -> tuple[torch.Tensor, torch.Tensor]:
+                scales = torch.arange(3.0 * num_scales).view(3, num_scales)
+                rows = buffer.dispatch((x, scales), topk_idx=topk_idx, num_experts=num_ranks)[0]
+                return scales, rows[1]
+
+            with pytest.raises(ValueError, match="scales and top-k of one token take") as raised:
+                dispatch(1 << 16)
+            most = int(re.search(r"room for (\d+)", str(raised.value))[1]) // 4
+            num_refused, num_taken = most + 1, most - 4  # the index, weight and source of a token
+            with pytest.raises(ValueError, match="scales and top-k"):
+                dispatch(num_refused)
+            scales, received = dispatch(num_taken)
+            sent = scales.repeat(num_ranks if buffer.rank == 0 else 0, 1)
+            return torch.equal(received, sent)
+
+    assert all(local.run(fn, num_ranks, timeout_s=60))
+
+
 def test_a_buffer_that_is_too_small_says_how_many_bytes_would_do() -> None:
     def body(buffer: Buffer) -> tuple[int, int]:
         given = _inputs()

@@ -163,6 +163,18 @@ def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
+def test_two_ranks_with_full_rings(seed: int) -> None:
+    """Several warps at every end, and more rows in work than a ring has slots."""
+    choose = random.Random(seed)
+    case = Case(
+        (64, choose.choice((64, 37))), hidden=choose.choice((64, 72)), experts=4, topk=2,
+        send_chunk=choose.choice((1, 2, 4)), slots=choose.choice((6, 24)), num_sms=1, calls=2,
+        nvl_bytes=1 << 20, direct_bytes=0, smem_bytes=choose.choice((None, 11000)), seed=seed,
+    )  # fmt: skip
+    verify(case, simulated(case, run_case, seed))
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_eight_ranks_with_full_rings(seed: int) -> None:
     """Enough rows a ring for every warp to be at work at once; small cases end before that."""
     case = Case(

@@ -22,6 +22,10 @@ CASES = {
         (9, 6, 12), experts=6, topk=2, hidden=512, num_sms=1, slots=2, send_chunk=1, calls=2,
         nvl_bytes=1 << 18, smem_bytes=9168,
     ),
+    "two_ranks": Case(
+        (40, 33), experts=4, topk=2, hidden=64, num_sms=1, slots=8, send_chunk=1, calls=2,
+        nvl_bytes=1 << 18,
+    ),
     "direct": Case(
         (19, 16, 22), experts=6, topk=2, hidden=48, num_sms=1, slots=2, send_chunk=1, calls=2,
         nvl_bytes=1 << 20, direct_bytes=1 << 19, smem_bytes=9168,
@@ -36,7 +40,10 @@ CASES = {
 FAULTS = [
     ("rings", "weaken_release"), ("rings", "weaken_fence"), ("rings", "skip_credit"),
     ("rings", "skip_bulk_wait"), ("rings", "skip_bulk_wait_read"), ("rings", "skip_entry_barrier"),
-    ("rings", "early_credit"), ("rings", "ignore_generation"), ("direct", "ignore_generation"),
+    ("rings", "early_credit"), ("rings", "ignore_generation"), ("two_ranks", "weaken_release"),
+    ("two_ranks", "weaken_fence"), ("two_ranks", "skip_credit"), ("two_ranks", "early_credit"),
+    ("two_ranks", "skip_bulk_wait"), ("two_ranks", "skip_bulk_wait_read"),
+    ("direct", "ignore_generation"),
     ("direct", "skip_exit_barrier"), ("direct", "weaken_release"), ("direct", "weaken_fence"),
     ("direct", "skip_bulk_wait"), ("direct", "skip_bulk_wait_read"),
     ("direct", "skip_entry_barrier"), ("three_blocks", "weaken_release"),
