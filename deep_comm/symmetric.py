@@ -92,7 +92,7 @@ class SymmetricMemory:
                 must hold what ranks push to each other in one call, each rank's part rounded up
                 to 16 bytes: R * x of ``all_gather`` and of ``all_reduce`` in one shot, x of
                 ``reduce_scatter``, 2 * x of ``all_reduce`` in two shots and, its rows rounded up
-                to a multiple of R, of ``all_reduce_norm``. Products name their own.
+                to a multiple of R, of ``all_reduce_norm``. Products say what they need.
             num_sms: default 64, on the host target 2.
             multicast: sums of ``deep_comm.tp`` are taken by the NVLink switch, in an order that
                 nobody specifies. The memory is torch's symmetric memory then. Needs a

@@ -73,15 +73,15 @@ struct Tuning {
   int senders_of_few_twos;  // the same, where there are words for chunks of one row, too
   int most_single_rows;     // combine: of a rank, beyond which they travel in twos
   int min_senders;          // combine: warps of a block that send, at least
-  // ring combine: two warps fill a ring if all rings of a rank then have so many at most
+  // ring combine: two warps fill each ring if a rank then has so many sending warps at most
   int most_ring_senders;
   // ring combine, where two do, which run ahead of the adding warps: slots of all rings of a rank
   int ring_window_bytes;
   int num_ring_send_warps;     // ring dispatch: of a block, for each rank that it sends to, at most
-  int ring_send_bytes;         // the same: fewer, if they have rows of more bytes in work together
+  int ring_send_bytes;         // rows that these have in work together, at most
   int num_ring_receive_warps;  // ring dispatch: of a block, for each peer, at most
-  int most_ring_warps;         // ring dispatch: of a block
-  int good_piece_bytes;        // ring dispatch: rather fewer warps than shorter pieces of a row
+  int most_ring_warps;         // ring dispatch: of a block, at most
+  int good_piece_bytes;        // ring dispatch: has fewer warps rather than shorter pieces of rows
   int num_direct_move_warps;   // direct dispatch: at most
   int num_link_sms;            // direct dispatch: SMs whose rows to peers the links keep up with
   int num_direct_cast_warps;   // the same, of rows that are quantised on their way

@@ -8,8 +8,8 @@
 
 namespace deep_comm {
 
-// The loads of such a warp, and, in the word of its own index, its reports: before which row all of its
-// own have been read. Leader only.
+// The loads of such a warp, and its reports in the word of Progress that has the warp's index: all of
+// its own rows before the reported one have been read. Leader only.
 class RingLoader {
  public:
   DC_DEVICE RingLoader(const DispatchArgs& args, const RingReceiver& ring, StagePipe& pipe,
@@ -82,7 +82,7 @@ class RingLoader {
   int meta_bytes_;
   uint32_t release_step_;
   uint32_t num_rows_;
-  uint32_t row_;  // that is loaded next, and its piece
+  uint32_t row_;  // to be loaded next; then its piece
   int piece_;
   uint32_t num_reported_;
 };

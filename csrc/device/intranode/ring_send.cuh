@@ -40,8 +40,8 @@ struct Turns {
   uint32_t step;
 };
 
-// The sink of a warp that fills a ring. In the word of its own index it tells its block's publisher
-// before which row all of its own have landed.
+// The sink of a warp that fills a ring. It reports a row in the word of Progress that has the warp's
+// index: all of its own rows before that one have landed.
 class RingSink {
  public:
   static constexpr bool kSendsMeta = true;
@@ -97,8 +97,8 @@ class RingSink {
   uint32_t num_reported_ = 0;
 };
 
-// One warp. On failure the pipeline is drained and nothing more is written. meta_bytes: that the
-// source writes, after the last piece of a row. That piece is sent first, since the metadata may say
+// One warp. On failure the pipeline is drained and nothing more is written. meta_bytes: of what the
+// source writes behind the last piece of each row. That piece is sent first, since the metadata may say
 // where the row belongs.
 template <class Source, class Sink>
 DC_DEVICE void send_rows(StagePipe& pipe, Sink sink, Turns turns, const Pieces& pieces,

@@ -82,10 +82,10 @@ def _let_workspaces_grow() -> None:
 
 
 def _load_by_descriptors() -> None:
-    """vLLM's Triton experts of rows by expert, which `deepep_low_latency` feeds, load weights in
-    single elements unless they use tensor descriptors, and vLLM does so on XPUs alone. On GPUs that
-    have TMA descriptors take a seventh of the time (docs/design/0067). VLLM_TRITON_USE_TD decides
-    if it is set, but it also sets what other kernels do.
+    """Let vLLM's Triton experts of rows by expert load weights by tensor descriptors, as vLLM does
+    on XPUs alone. Without, they load single elements and take 5 to 8 times as long
+    (docs/guide/vllm.md#figures). Does nothing on GPUs without TMA, or if VLLM_TRITON_USE_TD is set,
+    which also decides for other kernels.
     """
     try:
         experts: Any = importlib.import_module(_BATCHED_EXPERTS)
