@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
 
 _NUM_CALLS = 3  # the profiler slows down the first ones
 
@@ -26,7 +25,7 @@ class Span:
 
 def spans_of(events: Iterable[Any]) -> list[Span]:
     """Of the profiler's events, those on a GPU, in the order of their beginnings."""
-    found = [event for event in events if event.device_type == DeviceType.CUDA]
+    found = [event for event in events if event.device_type.name == "CUDA"]
     found.sort(key=lambda event: event.time_range.start)
     return [
         Span(

@@ -3,8 +3,8 @@
 Everything is checked first, with small integers whose sums are exact in any order; then timed with
 normal random values, since a multiplier's power, and so its clock, depends on them. The ways to do
 one thing take turns. ``--store`` makes the fastest method of each product the choice of
-``method="auto"`` on machines like this one (deep_comm.tuning). ``--spans`` adds what rank 0's GPU did
-in one call of each product (deep_comm.bench.spans).
+``method="auto"`` on machines like this one (deep_comm.tuning). ``--spans`` adds what rank 0's GPU
+did in one call of each product (deep_comm.bench.spans).
 
 Column "floor": the product alone on this GPU, or the received bytes at the copy engines' rate,
 whichever is longer. "rival": the fastest rival's time over this one.
