@@ -118,8 +118,6 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
                                      "(default: an eighth of the GPU's; host: 4)"),
     ("--store", (E,), bool, "make the measured threshold the default of layers on this machine"),
     ("--store", (T,), bool, "let method=\"auto\" take what was the fastest on this machine"),
-    ("--spans", (T,), bool, "with --json: also what rank 0's GPU did when, in one call of each "
-                            "product"),
     ("--warmup", (*_CALLS, T), at_least(0), "calls before timing"),
     ("--iterations", _ALL, positive, "calls, or graphs, per round"),
     ("--rounds", _ALL, positive, "rounds; the median counts"),

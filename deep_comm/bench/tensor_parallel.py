@@ -3,8 +3,7 @@
 Everything is checked first, with small integers whose sums are exact in any order; then timed with
 normal random values, since a multiplier's power, and so its clock, depends on them. The ways to do
 one thing take turns. ``--store`` makes the fastest method of each product the choice of
-``method="auto"`` on machines like this one (deep_comm.tuning). ``--spans`` adds what rank 0's GPU
-did in one call of each product (deep_comm.bench.spans).
+``method="auto"`` on machines like this one (deep_comm.tuning).
 
 Column "floor": the product alone on this GPU, or the received bytes at the copy engines' rate,
 whichever is longer. "rival": the fastest rival's time over this one.
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_comm import tp, tuning
-from deep_comm.bench import link, spans
+from deep_comm.bench import link
 from deep_comm.bench.measure import Timing, Work, nccl_group, require_on_all_ranks, time_in_turns
 from deep_comm.bench.names import PRODUCTS, TP_COLLECTIVES
 from deep_comm.bench.options import Options
@@ -84,7 +83,6 @@ class Line:
 class Figures:
     lines: list[Line]
     notes: list[str]
-    spans: list[dict[str, Any]]  # of products, where they are asked for
     gb_per_s: float | None  # of the copy engines
 
 
@@ -237,7 +235,6 @@ class Runner:
         self._num_ranks = dist.get_world_size()
         self._progress = Progress(dist.get_rank() == 0)
         self._notes: list[str] = []
-        self._spans: list[dict[str, Any]] = []
 
     def run(self) -> Figures:
         options, found = self._options, []
@@ -269,7 +266,7 @@ class Runner:
                     self._say(row(line, lines))
                 found += lines
             memory.check()
-        return Figures(found, self._notes, self._spans, gb_per_s)
+        return Figures(found, self._notes, gb_per_s)
 
     def _ways(self, case: Case, memory: SymmetricMemory, *, is_exact: bool) -> tuple[Ways, Ways]:
         inputs = Inputs(case, self._device, is_exact=is_exact)
@@ -295,11 +292,6 @@ class Runner:
         own, rivals = self._ways(case, memory, is_exact=False)
         works = [_as_work(way) for way in (own | rivals).values()]
         timings, _ = time_in_turns(works, self._options.effort, self._device)
-        if self._options.spans and case.depth:
-            by = {name: spans.record(way) for name, way in (own | rivals).items()}
-            self._spans.append(
-                asdict(case) | {"by": {name: [asdict(it) for it in by[name]] for name in by}}
-            )
         times = dict(zip((*own, *rivals), timings, strict=True))
         moved_us = None if gb_per_s is None else case.received(self._num_ranks) / gb_per_s / 1e3
         alone = times.pop("product alone", None)
@@ -378,7 +370,6 @@ def publish(options: Options, figures: Figures, num_ranks: int) -> str:
         "gb_per_s": figures.gb_per_s,
         "notes": figures.notes,
         "tensor_parallel": [line.to_json() for line in figures.lines],
-        "spans": figures.spans,
     }
     if options.store:
         path, stored = tuning.tune_file(), choices(figures.lines, num_ranks)

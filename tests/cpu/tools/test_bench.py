@@ -3,14 +3,13 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import warm
 
 import deep_comm
-from deep_comm.bench import measure, names, nodes, operations, options, spans
+from deep_comm.bench import measure, names, nodes, operations, options
 from deep_comm.bench.report import Report
 from deep_comm.bench.runner import Runner
 from deep_comm.bench.scenarios import scenarios_of
@@ -253,18 +252,11 @@ def test_mode_tp_measures_products_and_collectives_and_stores_the_fastest(
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(stored))
     output = run(
         [*BENCH, "--mode", "tp", "--ranks", "2", *SHORT, "--divide", "512", "--tokens", "8,16",
-         "--mb", "0.001", "--store", "--spans", "--json", str(file)],
+         "--mb", "0.001", "--store", "--json", str(file)],
         tmp_path,
     )  # fmt: skip
     assert "10 choices stored in" in output and "25 lines, 0 wrong" in output
-    document = json.loads(file.read_text())
-    lines = document["tensor_parallel"]
-    assert [(it["name"], it["rows"]) for it in document["spans"]] == [
-        (name, rows) for name in names.PRODUCTS for rows in (8, 16)
-    ]
-    # There is no GPU whose kernels a profiler could see.
-    for it in document["spans"]:
-        assert it["by"] == {"unfused": [], "decomposed": [], "product alone": []}
+    lines = json.loads(file.read_text())["tensor_parallel"]
     assert {(line["name"], line["who"]) for line in lines} == {
         *((name, way) for name in names.PRODUCTS for way in ("unfused", "decomposed")),
         ("all-gather", "kernel"), ("all-gather", "copy engines"), ("reduce-scatter", "kernel"),
@@ -280,28 +272,6 @@ def test_mode_tp_measures_products_and_collectives_and_stores_the_fastest(
         (it["op"], it["depth"], it["columns"], it["rows"]): it["method"]
         for it in machine["products"]
     } == fastest
-
-
-def test_spans_are_those_of_the_gpu_from_its_first_on() -> None:
-    def event(name: str, on: str, stream: int, begin: float, us: float) -> SimpleNamespace:
-        times = SimpleNamespace(start=begin, elapsed_us=lambda: us)
-        return SimpleNamespace(
-            name=name,
-            device_type=SimpleNamespace(name=on),
-            device_resource_id=stream,
-            time_range=times,
-        )
-
-    found = spans.spans_of([
-        event("product", "CUDA", 7, 1210.0, 90.5),
-        event("cudaLaunchKernel", "CPU", 0, 1100.0, 5.0),
-        event("Memcpy PtoP (Device -> Device)", "CUDA", 13, 1205.5, 40.0),
-    ])  # fmt: skip
-    assert found == [
-        spans.Span("Memcpy PtoP (Device -> Device)", 13, True, 0.0, 40.0),
-        spans.Span("product", 7, False, 4.5, 90.5),
-    ]
-    assert spans.spans_of([]) == []
 
 
 def test_a_mode_that_does_not_exist_is_told_all_there_are(
