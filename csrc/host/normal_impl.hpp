@@ -408,11 +408,12 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   Shape shape = shape_of(config, args.message,
                          min_of(stages_limit() / num_senders, Target::kTuning.sender_smem_bytes),
                          StagePipe::kGoodStages);
-  const int num_rings = config.num_channels * max_of(1, world_.num_ranks - 1);
-  args.num_ring_senders =
-      max_of(1, min_of(Target::kTuning.most_ring_senders / num_rings,
-                       min_of(2, num_senders / max_of(1, world_.num_ranks - 1))));
-  if (args.num_ring_senders > 1) {
+  const int num_peers = max_of(1, world_.num_ranks - 1);
+  const int num_rings = config.num_channels * num_peers;
+  const bool has_two =
+      num_senders >= 2 * num_peers && Target::kTuning.most_ring_senders >= 2 * num_rings;
+  args.num_ring_senders = has_two ? 2 : 1;
+  if (has_two) {
     const int64_t window = Target::kTuning.ring_window_bytes / (num_rings * shape.ring.slot_bytes);
     shape.ring.num_slots = static_cast<int>(
         min_of<int64_t>(shape.ring.num_slots, max_of<int64_t>(window, 2 * config.num_send_tokens)));

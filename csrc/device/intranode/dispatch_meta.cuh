@@ -19,16 +19,12 @@ enum class ScaleSource {
 // One warp: copies the scales of `token` to `dst`.
 template <ScaleSource kSource>
 DC_DEVICE void store_token_scales(const DispatchArgs& args, uint8_t* dst, int token) {
+  static_assert(kSource != ScaleSource::kWrittenHere);
   if constexpr (kSource == ScaleSource::kNone) return;
   for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
     const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
-    if constexpr (kSource == ScaleSource::kWrittenHere) {
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(args.x_scales);
-      arch::st_weak(reinterpret_cast<uint32_t*>(dst) + column, arch::ld_weak(words + position));
-    } else {
-      copy_element(dst + column * args.scale_bytes, args.x_scales + position * args.scale_bytes,
-                   args.scale_bytes);
-    }
+    copy_element(dst + column * args.scale_bytes, args.x_scales + position * args.scale_bytes,
+                 args.scale_bytes);
   }
 }
 
@@ -46,13 +42,13 @@ class TokenScales {
     const uint32_t* scale = reinterpret_cast<const uint32_t*>(args.x_scales) +
                             token * args.scale_token_stride +
                             arch::lane_idx() * args.scale_column_stride;
+    // Step by step: with a product for each the addresses would take registers.
     DC_UNROLL
     for (int idx = 0; idx < kScalesOfLane; ++idx) {
       if (idx * kWarpSize + arch::lane_idx() < args.num_scales) {
         scales_[idx] = kSource == ScaleSource::kInput ? arch::ld_nc(scale) : arch::ld_weak(scale);
       }
-      scale +=
-          kWarpSize * args.scale_column_stride;  // with a product each, they would take registers
+      scale += kWarpSize * args.scale_column_stride;
     }
   }
   // smem: of a message.
