@@ -23,12 +23,15 @@ from deep_comm.integrations.vllm.prepare_finalize import (
 )
 
 _SCALE_BLOCK = 128
+_LEAST_ROOM = 4  # tokens of a rank
 
 
 class LowLatencyPrepareFinalize(PrepareFinalize):
     """Low-latency dispatch and combine, in two phases each; nothing waits on the host.
 
-    Experts may write straight into combine's memory (allocate_fused_expert_output).
+    Experts may write straight into combine's memory (allocate_fused_expert_output). Each expert has
+    room for the rows that can come in the step, not for those of the largest one: its kernels take
+    their tiles from that room, start blocks for it and set it to zero.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         physical_to_global: Tensor | None = None,
         local_expert_global_ids: Tensor | None = None,
         use_nvfp4_dispatch: bool | None = None,
+        tokens_of_ranks: Callable[[], list[int] | None] = vllm.tokens_of_ranks,
     ) -> None:
         """
         Args:
@@ -50,6 +54,7 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
             use_nvfp4_dispatch: rows for experts that take NVFP4 travel so, with quant_config's
                 a1_gscale of one element. Default: VLLM_DEEPEPLL_NVFP4_DISPATCH, as for vLLM's own.
             global_to_physical: int64 [experts], where experts were moved by load balancing.
+            tokens_of_ranks: tells the numbers of tokens of all ranks, alike on all ranks.
         """
         super().__init__(num_dispatchers)
         if use_nvfp4_dispatch is None:
@@ -59,6 +64,8 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         self.use_fp8_dispatch = use_fp8_dispatch
         self.use_ue8m0_dispatch = False
         self.use_nvfp4_dispatch = use_nvfp4_dispatch
+        self._tokens_of_ranks = tokens_of_ranks
+        self._experts: Any = None  # whose room can be told step by step
 
         def cast(table: Tensor | None) -> Tensor | None:
             return None if table is None else table.to(torch.int64)
@@ -76,6 +83,8 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         """Scales as packed exponents, if the experts take them."""
         if self.use_fp8_dispatch and fused_experts.supports_packed_ue8m0_act_scales():
             self.use_ue8m0_dispatch = True
+        if getattr(fused_experts, "max_num_tokens", None) is not None:
+            self._experts = fused_experts
 
     @property
     def activation_format(self) -> Any:
@@ -89,6 +98,21 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
 
     # ---- prepare -------------------------------------------------------------------------------
 
+    def _room_of_step(self) -> int:
+        """Tokens of a rank that dispatch and the experts have room for in this step.
+
+        A power of two, so that kernels are compiled for few shapes; also, scales whose rows lie one
+        after the other begin on multiples of 16 bytes then. All, where vLLM does not tell how many
+        tokens there are, and with two micro-batches, which share the experts.
+        """
+        room, counts = self.max_tokens_per_rank, self._tokens_of_ranks()
+        if self._experts is None:
+            return room
+        if counts is not None and not vllm.dbo_enabled():
+            room = min(room, 1 << (max(*counts, _LEAST_ROOM) - 1).bit_length())
+        self._experts.max_num_tokens = room  # the workspaces' and the output's shapes follow it
+        return room
+
     def _send(self, step: Step) -> tuple[Hook, Callable[[], Prepared]]:
         if step.defer_input_quant:
             raise UnsupportedError("defer_input_quant: experts of this format take quantised rows")
@@ -96,7 +120,7 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         recv, recv_count, handle, _, hook = self.buffer.low_latency_dispatch(
             step.a1,
             self._physical(step.topk_ids),
-            self.max_tokens_per_rank,
+            self._room_of_step(),
             step.num_experts,
             use_fp8=self.use_fp8_dispatch and not use_nvfp4,
             round_scale=self.use_ue8m0_dispatch and not use_nvfp4,

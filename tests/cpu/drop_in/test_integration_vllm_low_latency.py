@@ -10,13 +10,16 @@ import torch
 from drop_in import HIDDEN, NUM_EXPERTS, vllm_quant
 from run_by import run_by
 from vllm import config as vllm_config
+from vllm import forward_context
 from vllm.distributed.device_communicators import all2all
 from vllm.model_executor.layers.fused_moe import all2all_utils, modular_kernel
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
+from vllm.v1.worker import ubatching
 
+import deep_comm
 from deep_comm import UnsupportedError, errors, local
 from deep_comm.integrations import vllm as adapter
 
@@ -25,8 +28,9 @@ pytestmark = pytest.mark.usefixtures("vllm_defaults")
 
 
 class Experts:
-    def __init__(self, takes_exponents: bool) -> None:
+    def __init__(self, takes_exponents: bool, max_num_tokens: int) -> None:
         self._takes = takes_exponents
+        self.max_num_tokens = max_num_tokens
 
     def supports_packed_ue8m0_act_scales(self) -> bool:
         return self._takes
@@ -52,16 +56,22 @@ def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
     assert isinstance(prepare_finalize, adapter.LowLatencyPrepareFinalize)
     assert prepare_finalize.activation_format is FORMAT.BatchedExperts
     assert prepare_finalize.max_num_tokens_per_rank() == max_tokens
-    prepare_finalize.post_init_setup(Experts(kind == "ue8m0"))
+    experts = Experts(kind == "ue8m0", max_tokens)
+    prepare_finalize.post_init_setup(experts)
     config = vllm_quant("bf16" if kind == "fp8 again" else "fp8" if kind != "bf16" else "bf16")
-    for step in range(3):
-        x, ids, weights = drop_in.routed(rank, (5 * rank + step) % 12, hidden=hidden, seed=step)
+    for step, (most, room) in enumerate(((3, 4), (12, 12), (5, 8), (None, 12), (0, 4))):
+        largest = 7 if most is None else most
+        tokens = largest if rank == step % num_ranks else largest // 3
+        x, ids, weights = drop_in.routed(rank, tokens, hidden=hidden, seed=step)
+        counts_of_ranks = None if most is None else torch.tensor([most] * num_ranks)
+        forward_context.set_tokens_of_ranks(counts_of_ranks)
         hook, receiver = prepare_finalize.prepare_async(
             x, weights, ids, NUM_EXPERTS, None, False, config
         )
         hook()
         rows, scales, meta, recv_ids, recv_weights = receiver()
         assert recv_ids is None and recv_weights is None
+        assert experts.max_num_tokens == room and rows.shape[1] == num_ranks * room
         counts = meta.expert_num_tokens
         if kind == "ue8m0":
             assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
@@ -102,6 +112,39 @@ def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
         prepare_finalize.finalize(output, out, weights, ids, False, TopKWeightAndReduceContiguous())
     with pytest.raises(UnsupportedError, match="defer_input_quant"):
         prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, False, config, True)
+    group.barrier()
+
+
+@run_by(local.run, 2, timeout_s=60)
+def test_room_stays_where_nobody_can_be_told(group, /) -> None:
+    """Two micro-batches share the experts; those of an older vLLM may have no such number."""
+    rank, max_tokens = group.rank(), 12
+    made = adapter.LowLatencyPrepareFinalize(
+        deep_comm.Buffer(
+            group, 0, deep_comm.Buffer.get_low_latency_rdma_size_hint(12, HIDDEN, 2, NUM_EXPERTS),
+            low_latency_mode=True, device="cpu",
+        ), max_tokens, 2, tokens_of_ranks=lambda: [3, 3],
+    )  # fmt: skip
+    x, ids, weights = drop_in.routed(rank, 3)
+
+    def room() -> int:
+        given = made.prepare(x, weights, ids, NUM_EXPERTS, None, False, vllm_quant("bf16"))
+        out = drop_in.masked_experts(given[0], given[2].expert_num_tokens, rank * NUM_EXPERTS // 2)
+        output = torch.empty_like(x)
+        made.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+        return given[0].shape[1] // 2
+
+    assert room() == max_tokens
+    experts = Experts(False, 4)
+    made.post_init_setup(experts)
+    assert room() == 4
+    ubatching.enable(0)
+    try:
+        assert room() == max_tokens == experts.max_num_tokens
+    finally:
+        ubatching.disable()
+    assert room() == 4 == experts.max_num_tokens
     group.barrier()
 
 
