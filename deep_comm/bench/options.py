@@ -11,6 +11,7 @@ import argparse
 import os
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from deep_comm.bench import names as words
@@ -118,6 +119,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
                                      "(default: an eighth of the GPU's; host: 4)"),
     ("--store", (E,), bool, "make the measured threshold the default of layers on this machine"),
     ("--store", (T,), bool, "let method=\"auto\" take what was the fastest on this machine"),
+    ("--trace", (T,), Path, "a folder for Chrome traces of rank 0 and, for each product, a picture "
+                            "of what its GPU did when, way by way (needs matplotlib)"),
     ("--warmup", (*_CALLS, T), at_least(0), "calls before timing"),
     ("--iterations", _ALL, positive, "calls, or graphs, per round"),
     ("--rounds", _ALL, positive, "rounds; the median counts"),

@@ -3,7 +3,7 @@
 Everything is checked first, with small integers whose sums are exact in any order; then timed with
 normal random values, since a multiplier's power, and so its clock, depends on them. The ways to do
 one thing take turns. ``--store`` makes the fastest method of each product the choice of
-``method="auto"`` on machines like this one (deep_comm.tuning).
+``method="auto"`` on machines like this one (deep_comm.tuning). ``--trace`` draws what overlaps.
 
 Column "floor": the product alone on this GPU, or the received bytes at the copy engines' rate,
 whichever is longer. "rival": the fastest rival's time over this one.
@@ -31,9 +31,11 @@ from deep_comm.settings.command_line import Progress
 from deep_comm.symmetric import SymmetricMemory
 from deep_comm.tp.operands import METHODS
 from deep_comm.tp.torch_ops import enable_torch_memory
+from deep_comm.trace import picture
 
 OWN = METHODS[1:]
 _COLUMNS = 8192  # of a collective's rows
+_NUM_TRACED = 3  # calls; the last one is drawn: ranks begin the first one at different times
 Ways = dict[str, Callable[[], Any]]
 """By name; rivals' names begin with a library's."""
 
@@ -292,17 +294,40 @@ class Runner:
         own, rivals = self._ways(case, memory, is_exact=False)
         works = [_as_work(way) for way in (own | rivals).values()]
         timings, _ = time_in_turns(works, self._options.effort, self._device)
+        if self._options.trace and case.depth:
+            self._trace(case, own | rivals)
         times = dict(zip((*own, *rivals), timings, strict=True))
         moved_us = None if gb_per_s is None else case.received(self._num_ranks) / gb_per_s / 1e3
         alone = times.pop("product alone", None)
         floor = max((it for it in (moved_us, alone and alone.mean_us) if it), default=None)
         best = min((times[name].mean_us for name in rivals), default=None)
         if self._options.on_gpu and dist.get_rank() == 0:
-            self._notes.append(f"{case.name}, {case.rows} rows: {clocks()}")
+            self._notes.append(f"{case.name}, {case.rows} rows: clocks, power {clocks()}")
         return [
             Line(case, name, timing, name in rivals, floor, best and best / timing.mean_us)
             for name, timing in times.items()
         ]
+
+    def _trace(self, case: Case, ways: Ways) -> None:
+        folder, on_gpu = self._options.trace, self._options.on_gpu
+        spans: dict[str, Sequence[picture.Span]] = {}
+        for name, way in ways.items():
+
+            def calls(way: Callable[[], Any] = way) -> None:
+                for _ in range(_NUM_TRACED):
+                    way()
+
+            dist.barrier()
+            if dist.get_rank() != 0:
+                calls()
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"{case.name} {case.rows} {name}.json".replace(" ", "-")
+            spans[name] = picture.last_of(picture.record(file, calls, on_gpu), _NUM_TRACED)
+        if spans and not picture.write(
+            folder / f"{case.name} {case.rows}.png".replace(" ", "-"), spans, not on_gpu
+        ):
+            self._notes.append(picture.MISSING)
 
 
 def _as_work(way: Callable[[], Any]) -> Work:
@@ -362,7 +387,7 @@ def choices(lines: Sequence[Line], num_ranks: int) -> list[dict[str, Any]]:
 def publish(options: Options, figures: Figures, num_ranks: int) -> str:
     """The end of the report; returns its gist."""
     for note in figures.notes:
-        print(f"clocks, power: {note}")
+        print(f"note: {note}")
     if figures.gb_per_s is not None:
         print(f"copy engines around the ring: {figures.gb_per_s:.0f} GB/s")
     document = {

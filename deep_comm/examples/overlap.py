@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 import deep_comm
 from deep_comm.launch import add_ranks, device_of, on_ranks, say
@@ -245,15 +245,10 @@ def _trace(
     way: str, model: Model, step: Callable[[], Tensor], device: torch.device, folder: Path
 ) -> Sequence[picture.Span]:
     on_gpu = device.type == "cuda"
-    # Not both: notes of every operator would slow the host down, and with it what it queues.
-    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     ranges = nullcontext() if on_gpu else _named_ranges(model)
-    with ranges, profile(activities=activities) as profiler:
-        step()
-        _synchronize(device)
     file = folder / f"{way}.json"
-    profiler.export_chrome_trace(str(file))
-    spans = picture.device_spans(file) if on_gpu else picture.host_spans(file)
+    with ranges:
+        spans = picture.record(file, step, on_gpu)
     print(f"{way}: {picture.summary(spans)}; {file}", flush=True)
     return spans
 

@@ -1,16 +1,18 @@
-"""From a Chrome trace to a picture: which kernels ran when, on which stream of the GPU."""
+"""From a call to a picture: which kernels ran when, on which stream of the GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 RANGE = "deep_comm: "
 """Begins the names of ranges in which the host target communicates."""
+
+_COMMUNICATION = ("deep_comm", "nccl", "Memcpy PtoP")  # in names of kernels, ranges and copies
 
 COLOURS = {True: "#d1495b", False: "#30638e"}  # communication, computation
 
@@ -30,7 +32,32 @@ class Span:
 
     @property
     def is_communication(self) -> bool:
-        return "deep_comm" in self.name
+        return any(it in self.name for it in _COMMUNICATION)
+
+
+def record(file: Path, call: Callable[[], Any], on_gpu: bool) -> list[Span]:
+    """What torch's profiler saw of a call. Its Chrome trace goes to ``file``."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    # Not both: notes of every operator would slow the host down, and with it what it queues.
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    seen.export_chrome_trace(str(file))
+    return device_spans(file) if on_gpu else host_spans(file)
+
+
+def last_of(spans: Sequence[Span], num_calls: int) -> list[Span]:
+    """Those of the last of so many equal calls, counted from its begin."""
+    if len(spans) % num_calls != 0:
+        raise ValueError(f"{len(spans)} spans are not those of {num_calls} equal calls")
+    kept = spans[len(spans) - len(spans) // num_calls :]
+    return [
+        replace(it, begin_us=it.begin_us - kept[0].begin_us, end_us=it.end_us - kept[0].begin_us)
+        for it in kept
+    ]
 
 
 def _spans(found: Sequence[tuple[str, int, float, float]]) -> list[Span]:

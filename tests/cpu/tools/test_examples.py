@@ -113,6 +113,26 @@ def test_kernels_have_streams_and_overlap(tmp_path: Path) -> None:
     assert picture.overlapped_share(spans) == pytest.approx(0.6)
 
 
+def test_the_last_of_equal_calls_begins_at_zero(tmp_path: Path) -> None:
+    spans = picture.device_spans(_trace(tmp_path / "trace.json"))
+    (last,) = picture.last_of(spans, 3)
+    assert (last.name, last.begin_us, last.end_us) == ("gemm<float>", 0.0, 1.0)
+    assert picture.last_of(spans, 1) == spans
+    with pytest.raises(ValueError, match="3 spans are not those of 2 equal calls"):
+        picture.last_of(spans, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_communication"),
+    [("ncclDevKernel_AllGather_RING_LL", True), ("Memcpy PtoP (Device -> Device)", True),
+     ("Memcpy DtoD (Device -> Device)", False), ("nvjet_tst_128x256", False)],
+)  # fmt: skip
+def test_rivals_kernels_and_copies_between_gpus_communicate(
+    name: str, is_communication: bool
+) -> None:
+    assert picture.Span(name, 7, 0.0, 1.0).is_communication == is_communication
+
+
 def test_a_trace_without_kernels_has_no_spans(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": []}))
     assert picture.device_spans(tmp_path / "trace.json") == []
