@@ -267,6 +267,11 @@ class Runner:
                 for line in lines:
                     self._say(row(line, lines))
                 found += lines
+            # The profiler makes later calls slower, also when it has ended.
+            for case in wanted if options.trace else ():
+                if case.depth:
+                    self._progress.step(f"trace of {case.name}, {case.rows} rows")
+                    self._trace(case, memory)
             memory.check()
         return Figures(found, self._notes, gb_per_s)
 
@@ -294,8 +299,6 @@ class Runner:
         own, rivals = self._ways(case, memory, is_exact=False)
         works = [_as_work(way) for way in (own | rivals).values()]
         timings, _ = time_in_turns(works, self._options.effort, self._device)
-        if self._options.trace and case.depth:
-            self._trace(case, own | rivals)
         times = dict(zip((*own, *rivals), timings, strict=True))
         moved_us = None if gb_per_s is None else case.received(self._num_ranks) / gb_per_s / 1e3
         alone = times.pop("product alone", None)
@@ -308,10 +311,11 @@ class Runner:
             for name, timing in times.items()
         ]
 
-    def _trace(self, case: Case, ways: Ways) -> None:
+    def _trace(self, case: Case, memory: SymmetricMemory) -> None:
         folder, on_gpu = self._options.trace, self._options.on_gpu
+        own, rivals = self._ways(case, memory, is_exact=False)
         spans: dict[str, Sequence[picture.Span]] = {}
-        for name, way in ways.items():
+        for name, way in (own | rivals).items():
 
             def calls(way: Callable[[], Any] = way) -> None:
                 for _ in range(_NUM_TRACED):
