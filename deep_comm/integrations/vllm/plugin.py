@@ -83,7 +83,7 @@ def _let_workspaces_grow() -> None:
 
 def _load_by_descriptors() -> None:
     """Let vLLM's Triton experts of rows by expert load weights by tensor descriptors, as vLLM does
-    on XPUs alone. Without, they take 5 to 8 times as long (docs/guide/vllm.md#figures). Does
+    on XPUs alone. Without, they take 5 to 8 times as long (docs/guide/vllm.md#low-latency). Does
     nothing on GPUs without TMA, or if VLLM_TRITON_USE_TD is set, which also decides for other
     kernels.
     """
