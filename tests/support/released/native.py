@@ -44,6 +44,7 @@ def vllm(group: Any, checks: Checks) -> None:
     vllm_v1.high_throughput(group, checks, adapter.NormalPrepareFinalize)
     vllm_v1.low_latency(group, checks, adapter.LowLatencyPrepareFinalize)
     _by_counts(group, checks)
+    _room_by_counts(group, checks)
 
 
 def _by_counts(group: Any, checks: Checks) -> None:
@@ -76,6 +77,36 @@ def _by_counts(group: Any, checks: Checks) -> None:
     checks.true(modes == {False, True}, "both modes were taken")
     vllm_parts.FORWARD.dp_metadata = None
     del os.environ["DEEP_COMM_DECODE_TOKENS"]
+    manager.destroy()
+
+
+def _room_by_counts(group: Any, checks: Checks) -> None:
+    """Low latency: experts have room for the step."""
+    rank, num_ranks, hidden = group.rank(), group.size(), 512
+    manager = released(ALL2ALL).DeepEPLLAll2AllManager(group)
+    told = SimpleNamespace(
+        max_num_tokens=vllm_parts.MAX_TOKENS, supports_packed_ue8m0_act_scales=lambda: False
+    )
+    compute = vllm_v1.batched(drop_in.first_of(rank, num_ranks))
+    for kind in ("bf16", "fp8"):
+        made = released(f"{MOE}.all2all_utils").maybe_make_prepare_finalize(
+            vllm_parts.moe_config(group, "deepep_low_latency", hidden),
+            vllm_parts.quant_config(kind), all2all_manager=manager,
+        )  # fmt: skip
+        made.post_init_setup(told)
+        for step, (most, room) in enumerate(((30, 32), (3, 4), (64, 64), (9, 16))):
+            most_of = [
+                most if other == step % num_ranks else most // 2 for other in range(num_ranks)
+            ]
+            vllm_parts.FORWARD.dp_metadata = SimpleNamespace(
+                num_tokens_across_dp_cpu=torch.tensor(most_of)
+            )
+            tokens = drop_in.routed(rank, most_of[rank], hidden=hidden, seed=step)
+            what = f"low latency, at most {most} tokens, {kind}"
+            share = 0.08 if kind == "fp8" else 0.0
+            vllm_parts.step(checks, made, tokens, kind, step % 2 == 1, compute, what, share=share)
+            checks.true(told.max_num_tokens == room, f"{what}: room for {told.max_num_tokens}")
+    vllm_parts.FORWARD.dp_metadata = None
     manager.destroy()
 
 

@@ -143,6 +143,7 @@ def stand_ins() -> Mapping[str, Mapping[str, Any]]:
             "is_forward_context_available": lambda: FORWARD.dp_metadata is not None,
         },
         "vllm.utils.torch_utils": {"current_stream": stream, "PIN_MEMORY": False},
+        "vllm.utils.deep_gemm": {"is_deep_gemm_e8m0_used": lambda: False},
         "vllm.utils.import_utils": {
             **there,
             **{name: lambda: None for name in others},
