@@ -119,7 +119,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
                                      "(default: an eighth of the GPU's; host: 4)"),
     ("--store", (E,), bool, "make the measured threshold the default of layers on this machine"),
     ("--store", (T,), bool, "let method=\"auto\" take what was the fastest on this machine"),
-    ("--trace", (T,), Path, "a folder for Chrome traces of rank 0 and, for each product, a picture "
+    ("--trace", (T,), Path, "a folder, for products on GPUs: Chrome traces of rank 0, and pictures "
                             "of what its GPU did when, way by way (needs matplotlib)"),
     ("--warmup", (*_CALLS, T), at_least(0), "calls before timing"),
     ("--iterations", _ALL, positive, "calls, or graphs, per round"),
@@ -271,6 +271,10 @@ def _problem(options: Options) -> str:
     if options.ranks is not None and (problem := ranks_problem(options, options.ranks)):
         return problem
     if options.family == T:
+        if options.trace and not options.on_gpu:
+            return "--trace: only GPUs compute and communicate at the same time"
+        if options.trace and not set(options.ops) & set(words.PRODUCTS):
+            return "--trace: --ops names no product"
         return ""
     most = max(options.tokens)
     if not options.on_gpu and options.execution not in (None, ("eager",)):

@@ -312,7 +312,7 @@ class Runner:
         ]
 
     def _trace(self, case: Case, memory: SymmetricMemory) -> None:
-        folder, on_gpu = self._options.trace, self._options.on_gpu
+        folder = self._options.trace
         own, rivals = self._ways(case, memory, is_exact=False)
         spans: dict[str, Sequence[picture.Span]] = {}
         for name, way in (own | rivals).items():
@@ -327,10 +327,12 @@ class Runner:
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"{case.name} {case.rows} {name}.json".replace(" ", "-")
-            spans[name] = picture.last_of(picture.record(file, calls, on_gpu), _NUM_TRACED)
-        if spans and not picture.write(
-            folder / f"{case.name} {case.rows}.png".replace(" ", "-"), spans, not on_gpu
-        ):
+            try:
+                spans[name] = picture.last_of(picture.record(file, calls, True), _NUM_TRACED)
+            except ValueError as error:
+                self._notes.append(f"{file.name}: {error}")
+        drawn = folder / f"{case.name} {case.rows}.png".replace(" ", "-")
+        if spans and not picture.write(drawn, spans, False) and picture.MISSING not in self._notes:
             self._notes.append(picture.MISSING)
 
 

@@ -50,10 +50,15 @@ def record(file: Path, call: Callable[[], Any], on_gpu: bool) -> list[Span]:
 
 
 def last_of(spans: Sequence[Span], num_calls: int) -> list[Span]:
-    """Those of the last of so many equal calls, counted from its begin."""
-    if len(spans) % num_calls != 0:
-        raise ValueError(f"{len(spans)} spans are not those of {num_calls} equal calls")
-    kept = spans[len(spans) - len(spans) // num_calls :]
+    """Those of the last of so many equal calls, counted from its begin. Raises ValueError unless
+    every call has spans of the same names, and all of them begin before the next call's.
+    """
+    each = len(spans) // num_calls
+    parts = [spans[at : at + each] for at in range(0, len(spans), max(each, 1))]
+    kept = parts[-1] if parts else []
+    names = [sorted(it.name for it in part) for part in parts]
+    if len(parts) != num_calls or any(it != names[0] for it in names):
+        raise ValueError(f"{len(spans)} spans are not those of {num_calls} equal calls in turn")
     return [
         replace(it, begin_us=it.begin_us - kept[0].begin_us, end_us=it.end_us - kept[0].begin_us)
         for it in kept

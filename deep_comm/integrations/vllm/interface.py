@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 IS_AVAILABLE = importlib.util.find_spec("vllm") is not None
+BATCHED_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe"
+"""The module of vLLM's Triton experts of rows by expert."""
 
 if IS_AVAILABLE:
     from vllm.distributed.device_communicators.base_device_communicator import (
@@ -108,6 +111,12 @@ def tokens_of_ranks() -> list[int] | None:
         return list(shares)
     counts = getattr(metadata, "num_tokens_across_dp_cpu", None)
     return None if counts is None else counts.tolist()
+
+
+def are_triton_experts_by_expert(experts: Any) -> bool:
+    """Are these vLLM's own Triton experts of rows by expert?"""
+    module = sys.modules.get(BATCHED_EXPERTS)  # loaded, if they are
+    return isinstance(experts, getattr(module, "BatchedTritonExperts", ()))
 
 
 def is_capturing() -> bool:

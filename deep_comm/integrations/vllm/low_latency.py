@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +23,15 @@ from deep_comm.integrations.vllm.prepare_finalize import (
 )
 
 _SCALE_BLOCK = 128
-_LEAST_ROOM = 4  # tokens of a rank
 
 
 class LowLatencyPrepareFinalize(PrepareFinalize):
     """Low-latency dispatch and combine, in two phases each; nothing waits on the host.
 
-    Experts may write straight into combine's memory (allocate_fused_expert_output). Each expert has
-    room for the rows that can come in the step, not for those of the largest one: its kernels take
-    their tiles from that room, start blocks for it and set it to zero.
+    With vLLM's Triton experts each expert has room for the rows that can come in this step, not for
+    those of the largest step: the kernels choose their tiles by the room, start blocks for all of
+    it, and set all of it to zero. Other experts keep the full room. DeepGEMM's, for one, store
+    whole tiles, which may reach into the next expert's rows if the room is no multiple of a tile.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         self.use_ue8m0_dispatch = False
         self.use_nvfp4_dispatch = use_nvfp4_dispatch
         self._tokens_of_ranks = tokens_of_ranks
-        self._experts: Any = None  # whose room can be told step by step
+        self._experts: Any = None  # those that are told their room
+        self._has_begun = False
 
         def cast(table: Tensor | None) -> Tensor | None:
             return None if table is None else table.to(torch.int64)
@@ -83,7 +84,7 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         """Scales as packed exponents, if the experts take them."""
         if self.use_fp8_dispatch and fused_experts.supports_packed_ue8m0_act_scales():
             self.use_ue8m0_dispatch = True
-        if getattr(fused_experts, "max_num_tokens", None) is not None:
+        if vllm.are_triton_experts_by_expert(fused_experts):
             self._experts = fused_experts
 
     @property
@@ -98,19 +99,20 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
 
     # ---- prepare -------------------------------------------------------------------------------
 
-    def _room_of_step(self) -> int:
-        """Tokens of a rank that dispatch and the experts have room for in this step.
+    def _set_room(self) -> int:
+        """Tell the experts how many tokens of a rank they have room for in this step; return it.
 
-        A power of two, so that kernels are compiled for few shapes; also, scales whose rows lie one
-        after the other begin on multiples of 16 bytes then. All, where vLLM does not tell how many
-        tokens there are, and with two micro-batches, which share the experts.
+        A power of two, so that kernels are compiled for few shapes, and at most the full room. The
+        full room in the first step, in which vLLM finds out how much memory it needs; where it does
+        not tell how many tokens the ranks have; and with two micro-batches: they share the experts.
         """
         room, counts = self.max_tokens_per_rank, self._tokens_of_ranks()
         if self._experts is None:
             return room
-        if counts is not None and not vllm.dbo_enabled():
-            room = min(room, 1 << (max(*counts, _LEAST_ROOM) - 1).bit_length())
-        self._experts.max_num_tokens = room  # the workspaces' and the output's shapes follow it
+        if self._has_begun and counts is not None and not vllm.dbo_enabled():
+            room = min(room, 1 << (max(1, *counts) - 1).bit_length())
+        self._has_begun = True
+        self._experts.max_num_tokens = room  # the shapes of workspaces and output follow from it
         return room
 
     def _send(self, step: Step) -> tuple[Hook, Callable[[], Prepared]]:
@@ -120,7 +122,7 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         recv, recv_count, handle, _, hook = self.buffer.low_latency_dispatch(
             step.a1,
             self._physical(step.topk_ids),
-            self._room_of_step(),
+            self._set_room(),
             step.num_experts,
             use_fp8=self.use_fp8_dispatch and not use_nvfp4,
             round_scale=self.use_ue8m0_dispatch and not use_nvfp4,
@@ -174,24 +176,6 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
 
     # ---- finalize ------------------------------------------------------------------------------
 
-    def allocate_fused_expert_output(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        weight_and_reduce_impl: Any,
-    ) -> Tensor | None:
-        """Combine's own memory, so that rows need not be copied there.
-
-        None where it does not fit, and with two micro-batches, which would share it.
-        """
-        handle = self._handles[vllm.dbo_current_ubatch_id()]
-        if handle is None or vllm.dbo_enabled() or dtype != torch.bfloat16:
-            return None
-        if tuple(shape) != handle.rows_shape or device != self.buffer.device:
-            return None
-        return self.buffer.get_next_low_latency_combine_buffer(handle)
-
     def _send_back(
         self, expert_output: ExpertOutput, handle: Any
     ) -> tuple[Hook, Callable[[], None]]:
@@ -212,14 +196,7 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
             weights,
             handle,
             return_recv_hook=True,
-            zero_copy=self._is_combine_memory(rows, handle),
             out=expert_output.output,
         )
         assert hook is not None
         return hook, lambda: None
-
-    def _is_combine_memory(self, rows: Tensor, handle: Any) -> bool:
-        if vllm.dbo_enabled() or rows.shape != torch.Size(handle.rows_shape):
-            return False
-        memory = self.buffer.get_next_low_latency_combine_buffer(handle)
-        return rows.data_ptr() == memory.data_ptr()

@@ -18,13 +18,13 @@ import torch
 from deep_comm import log
 from deep_comm._version import __version__
 from deep_comm.errors import UnsupportedError
+from deep_comm.integrations.vllm import interface as vllm
 from deep_comm.integrations.vllm.low_latency import LowLatencyPrepareFinalize
 from deep_comm.integrations.vllm.manager import LowLatencyManager, NormalManager
 from deep_comm.integrations.vllm.normal import NormalPrepareFinalize
 
 _MANAGERS = "vllm.distributed.device_communicators.all2all"
 _MAKER = "vllm.model_executor.layers.fused_moe.all2all_utils"
-_BATCHED_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe"
 _REPLACED: tuple[tuple[str, str, Any], ...] = (
     (_MANAGERS, "DeepEPHTAll2AllManager", NormalManager),
     (_MANAGERS, "DeepEPLLAll2AllManager", LowLatencyManager),
@@ -88,7 +88,7 @@ def _load_by_descriptors() -> None:
     kernels.
     """
     try:
-        experts: Any = importlib.import_module(_BATCHED_EXPERTS)
+        experts: Any = importlib.import_module(vllm.BATCHED_EXPERTS)
         decide: Callable[..., bool] = experts.use_tensor_descriptor
         from vllm import envs
     except (ImportError, AttributeError):

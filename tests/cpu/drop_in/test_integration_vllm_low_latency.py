@@ -13,6 +13,7 @@ from vllm import config as vllm_config
 from vllm import forward_context
 from vllm.distributed.device_communicators import all2all
 from vllm.model_executor.layers.fused_moe import all2all_utils, modular_kernel
+from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import BatchedTritonExperts
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
@@ -25,15 +26,6 @@ from deep_comm.integrations import vllm as adapter
 
 FORMAT = modular_kernel.FusedMoEActivationFormat
 pytestmark = pytest.mark.usefixtures("vllm_defaults")
-
-
-class Experts:
-    def __init__(self, takes_exponents: bool, max_num_tokens: int) -> None:
-        self._takes = takes_exponents
-        self.max_num_tokens = max_num_tokens
-
-    def supports_packed_ue8m0_act_scales(self) -> bool:
-        return self._takes
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0", "fp8 again"])
@@ -56,15 +48,17 @@ def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
     assert isinstance(prepare_finalize, adapter.LowLatencyPrepareFinalize)
     assert prepare_finalize.activation_format is FORMAT.BatchedExperts
     assert prepare_finalize.max_num_tokens_per_rank() == max_tokens
-    experts = Experts(kind == "ue8m0", max_tokens)
+    experts = BatchedTritonExperts(max_tokens, kind == "ue8m0")
     prepare_finalize.post_init_setup(experts)
     config = vllm_quant("bf16" if kind == "fp8 again" else "fp8" if kind != "bf16" else "bf16")
-    for step, (most, room) in enumerate(((3, 4), (12, 12), (5, 8), (None, 12), (0, 4))):
+    # The first step has all room, whatever comes.
+    rooms = ((2, 12), (3, 4), (12, 12), (5, 8), (None, 12), (1, 1), (0, 1))
+    for step, (most, room) in enumerate(rooms):
         largest = 7 if most is None else most
-        tokens = largest if rank == step % num_ranks else largest // 3
-        x, ids, weights = drop_in.routed(rank, tokens, hidden=hidden, seed=step)
-        counts_of_ranks = None if most is None else torch.tensor([most] * num_ranks)
-        forward_context.set_tokens_of_ranks(counts_of_ranks)
+        tokens_of_ranks = [largest // 3] * num_ranks
+        tokens_of_ranks[step % num_ranks] = largest
+        x, ids, weights = drop_in.routed(rank, tokens_of_ranks[rank], hidden=hidden, seed=step)
+        forward_context.set_tokens_of_ranks(None if most is None else torch.tensor(tokens_of_ranks))
         hook, receiver = prepare_finalize.prepare_async(
             x, weights, ids, NUM_EXPERTS, None, False, config
         )
@@ -86,21 +80,9 @@ def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
             factor = first + expert
             factor = NUM_EXPERTS - factor if moved is not None else factor + 1
             out[expert, :count] = (values[expert, :count] * factor).to(torch.bfloat16)
-        memory = prepare_finalize.allocate_fused_expert_output(
-            tuple(out.shape), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
-        )
-        assert memory is not None and memory.shape == out.shape
-        assert prepare_finalize.allocate_fused_expert_output(
-            (1, 2, 3), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
-        ) is None  # fmt: skip
-        if step == 1:  # experts that wrote elsewhere
-            memory.fill_(float("nan"))
-            memory = out
-        else:
-            memory.copy_(out)
         output = torch.full_like(x, float("nan"))
         hook, receiver = prepare_finalize.finalize_async(
-            output, memory, weights, ids, False, TopKWeightAndReduceDelegate()
+            output, out, weights, ids, False, TopKWeightAndReduceDelegate()
         )
         hook()
         receiver()
@@ -115,36 +97,44 @@ def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
     group.barrier()
 
 
+class OtherExperts:
+    """As those of DeepGEMM."""
+
+    def __init__(self, max_num_tokens: int) -> None:
+        self.max_num_tokens = max_num_tokens
+
+
 @run_by(local.run, 2, timeout_s=60)
-def test_room_stays_where_nobody_can_be_told(group, /) -> None:
-    """Two micro-batches share the experts; those of an older vLLM may have no such number."""
+def test_full_room_of_other_experts_and_with_two_micro_batches(group, /) -> None:
     rank, max_tokens = group.rank(), 12
-    made = adapter.LowLatencyPrepareFinalize(
-        deep_comm.Buffer(
-            group, 0, deep_comm.Buffer.get_low_latency_rdma_size_hint(12, HIDDEN, 2, NUM_EXPERTS),
-            low_latency_mode=True, device="cpu",
-        ), max_tokens, 2, tokens_of_ranks=lambda: [3, 3],
-    )  # fmt: skip
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(12, HIDDEN, 2, NUM_EXPERTS)
+    buffer = deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu")
     x, ids, weights = drop_in.routed(rank, 3)
 
-    def room() -> int:
-        given = made.prepare(x, weights, ids, NUM_EXPERTS, None, False, vllm_quant("bf16"))
-        out = drop_in.masked_experts(given[0], given[2].expert_num_tokens, rank * NUM_EXPERTS // 2)
+    def room(made: adapter.LowLatencyPrepareFinalize) -> int:
+        rows, _, meta, _, _ = made.prepare(
+            x, weights, ids, NUM_EXPERTS, None, False, vllm_quant("bf16")
+        )
+        out = drop_in.masked_experts(rows, meta.expert_num_tokens, rank * NUM_EXPERTS // 2)
         output = torch.empty_like(x)
         made.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
         assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
-        return given[0].shape[1] // 2
+        return rows.shape[1] // 2
 
-    assert room() == max_tokens
-    experts = Experts(False, 4)
-    made.post_init_setup(experts)
-    assert room() == 4
-    ubatching.enable(0)
-    try:
-        assert room() == max_tokens == experts.max_num_tokens
-    finally:
-        ubatching.disable()
-    assert room() == 4 == experts.max_num_tokens
+    for kind, wanted in ((BatchedTritonExperts, 4), (OtherExperts, max_tokens)):
+        experts = kind(max_tokens)
+        made = adapter.LowLatencyPrepareFinalize(
+            buffer, max_tokens, 2, tokens_of_ranks=lambda: [3, 1]
+        )
+        made.post_init_setup(experts)
+        assert room(made) == max_tokens
+        assert room(made) == wanted == experts.max_num_tokens
+        ubatching.enable(0)
+        try:
+            assert room(made) == max_tokens == experts.max_num_tokens
+        finally:
+            ubatching.disable()
+        assert room(made) == wanted == experts.max_num_tokens
     group.barrier()
 
 

@@ -114,12 +114,19 @@ def test_kernels_have_streams_and_overlap(tmp_path: Path) -> None:
 
 
 def test_the_last_of_equal_calls_begins_at_zero(tmp_path: Path) -> None:
-    spans = picture.device_spans(_trace(tmp_path / "trace.json"))
-    (last,) = picture.last_of(spans, 3)
-    assert (last.name, last.begin_us, last.end_us) == ("gemm<float>", 0.0, 1.0)
+    spans = [picture.Span(name, 7, at, at + 1.0) for at, name in enumerate("abbaab")]
+    assert picture.last_of(spans, 3) == [
+        picture.Span("a", 7, 0.0, 1.0), picture.Span("b", 7, 1.0, 2.0),
+    ]  # fmt: skip
     assert picture.last_of(spans, 1) == spans
-    with pytest.raises(ValueError, match="3 spans are not those of 2 equal calls"):
-        picture.last_of(spans, 2)
+    for num_spans, num_calls in (
+        (6, 2),
+        (5, 3),
+        (2, 3),
+        (0, 1),
+    ):  # "abb" and "aab"; no thirds; none
+        with pytest.raises(ValueError, match=f"{num_spans} spans are not those of {num_calls}"):
+            picture.last_of(spans[:num_spans], num_calls)
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,10 @@ def _by_counts(group: Any, checks: Checks) -> None:
 
 
 def _room_by_counts(group: Any, checks: Checks) -> None:
-    """Low latency: experts have room for the step."""
+    """Low latency: Triton experts have room for the step, and all room in the first one."""
     rank, num_ranks, hidden = group.rank(), group.size(), 512
     manager = released(ALL2ALL).DeepEPLLAll2AllManager(group)
-    told = SimpleNamespace(
-        max_num_tokens=vllm_parts.MAX_TOKENS, supports_packed_ue8m0_act_scales=lambda: False
-    )
+    told = importlib.import_module(f"{MOE}.experts.fused_batched_moe").BatchedTritonExperts()
     compute = vllm_v1.batched(drop_in.first_of(rank, num_ranks))
     for kind in ("bf16", "fp8"):
         made = released(f"{MOE}.all2all_utils").maybe_make_prepare_finalize(
@@ -94,7 +92,8 @@ def _room_by_counts(group: Any, checks: Checks) -> None:
             vllm_parts.quant_config(kind), all2all_manager=manager,
         )  # fmt: skip
         made.post_init_setup(told)
-        for step, (most, room) in enumerate(((30, 32), (3, 4), (64, 64), (9, 16))):
+        rooms = ((30, vllm_parts.MAX_TOKENS), (3, 4), (64, 64), (9, 16), (30, 32))
+        for step, (most, room) in enumerate(rooms):
             most_of = [
                 most if other == step % num_ranks else most // 2 for other in range(num_ranks)
             ]

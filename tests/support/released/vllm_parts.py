@@ -115,6 +115,16 @@ def _same_node(group: Any, source_rank: int = 0) -> list[bool]:
     return [rank // per_node == source_rank // per_node for rank in range(group.size())]
 
 
+class _BatchedTritonExperts:
+    """What an adapter asks of vLLM's Triton experts of rows by expert, and tells them."""
+
+    def __init__(self) -> None:
+        self.max_num_tokens = MAX_TOKENS
+
+    def supports_packed_ue8m0_act_scales(self) -> bool:
+        return False
+
+
 def stand_ins() -> Mapping[str, Mapping[str, Any]]:
     alone = SimpleNamespace(rank_in_group=0, world_size=1)
     groups = {
@@ -157,6 +167,7 @@ def stand_ins() -> Mapping[str, Mapping[str, Any]]:
             )
         },
         "vllm._custom_ops": {"moe_sum": _moe_sum},
+        f"{MOE}.experts.fused_batched_moe": {"BatchedTritonExperts": _BatchedTritonExperts},
         f"{QUANT}.fp8_utils": {"per_token_group_quant_fp8": quantise},
         f"{QUANT}.mxfp8_utils": {"MXFP8_BLOCK_SIZE": 32, "mxfp8_e4m3_quantize": _quantise_mx},
     }
