@@ -276,9 +276,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         device = resolve_device(device)
         rendezvous = Rendezvous(group, comm).meet(timeout_s)
         num_nodes = rendezvous.topology(ranks_per_node).num_nodes
-        memory = estimate_memory(
-            shape, rendezvous.size, mode, device.type, num_nodes, has_both=True
-        )
+        memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
         buffer = cls(
             group,
             memory.num_nvl_bytes,
@@ -548,11 +546,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         if use_rdma_buffer:
             self._low_latency_region.is_lent = True
             begin = self._context.low_latency_end - self._context.low_latency_bytes
-        memory = self._context.heap.view(
-            begin + offset * dtype.itemsize,
-            shape.numel() * dtype.itemsize,
-        )
-        return memory.view(dtype).view(shape)
+        return self._context.heap.view(begin + offset * dtype.itemsize, shape, dtype)
 
 
 _SHOWN_CALLS = (

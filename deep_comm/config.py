@@ -163,6 +163,7 @@ class Config:
             >>> num_bytes = deep_comm.Config().get_rdma_buffer_size_hint(2 * 7168, num_ranks=16)
         """
         _, num_nodes = _split_ranks(num_ranks, ranks_per_node)
+        integers.require("hidden_bytes", hidden_bytes, 1)
         if num_nodes == 1:
             return 0
         words_per_ring = (MAX_RANKS_PER_NODE * 2 + 2) * 4

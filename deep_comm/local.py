@@ -115,7 +115,12 @@ def raise_root_cause(errors: dict[int, BaseException]) -> None:
             if other != rank:
                 summary = (str(secondary).splitlines() or [""])[0]
                 error.add_note(f"rank {other} raised {type(secondary).__name__}: {summary}")
-    raise error
+        del secondary
+    errors.clear()
+    try:
+        raise error
+    finally:
+        del error  # or it and the frames that it has passed keep each other
 
 
 def run_threads(

@@ -99,6 +99,8 @@ def _shown(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(owner(), *arguments, **options)
         before, started = vars(stats()), time.perf_counter()
         try:
             result = method(owner(), *arguments, **options)

@@ -169,7 +169,7 @@ class Pool:
                         timeout_s=timeout_s,
                     )
                     # A rank that is dead already says so when its end of the pipe is read.
-                    with contextlib.suppress(BrokenPipeError):
+                    with contextlib.suppress(ConnectionError):
                         self._connections[rank].send((job, fn, args))
                 ended = _collect(self._processes, self._connections[:num_ranks], timeout_s)
                 lost = [one.rank for one in ended if isinstance(one.error, RankFailed)]
@@ -280,7 +280,7 @@ def _collect(
 def _receive(rank: int, process: Any, connection: Connection, elapsed_s: float) -> Outcome:
     try:
         value, error, text = _unpack(connection.recv_bytes())
-    except EOFError:
+    except (EOFError, ConnectionError):  # reset: it died before it had read its job
         process.join(timeout=10)
         code = process.exitcode
         how = (
@@ -319,7 +319,7 @@ def _rank_main(connection: Connection) -> None:
             os.environ.update(before)
         try:
             connection.send_bytes(_pack(value, error, text))
-        except BrokenPipeError:  # the parent has given this run up
+        except ConnectionError:  # the parent has given this run up
             return
         value = error = job = fn = args = None  # a run's memory goes before the next one comes
         _free_memory()

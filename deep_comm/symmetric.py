@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deep_comm import tuning
 from deep_comm._version import __version__
-from deep_comm.backends.foreign import bytes_at
+from deep_comm.backends.foreign import tensor_at
 from deep_comm.context import Context, release_at_exit
 from deep_comm.errors import ArgumentError, BufferTooSmall, UnsupportedError
 from deep_comm.ranks.rendezvous import Rendezvous
@@ -54,7 +54,8 @@ class SymmetricMemory:
         group_size: R, at most 8, all in one node.
         device: where all tensors are.
         num_sms: the most SMs that a collective uses unless it is told another number.
-        num_bytes, staging_bytes, multicast, timeout_s: as given.
+        num_bytes, staging_bytes, multicast: as given.
+        timeout_s: seconds that a wait may last.
         progress: int64 words of the products of ``deep_comm.tp``: for each of 8 ranks
             ``WORDS_OF_RANK``, as many for counters, a sequence, a fault.
         tuned_products: which methods of ``deep_comm.tp`` were the fastest here.
@@ -307,11 +308,9 @@ class SymmetricTensor:
         context.require_open()
         integers.require("rank", rank, 0, context.num_ranks - 1)
         if rank not in self._of_rank:
-            num_bytes = math.prod(self.shape) * self.dtype.itemsize
             address = context.heap.peer_bases[rank] + self.offset
             owner = context.heap.memory() if rank == context.rank else context.heap
-            memory = bytes_at(address, num_bytes, context.device, owner)
-            self._of_rank[rank] = memory.view(self.dtype).view(self.shape)
+            self._of_rank[rank] = tensor_at(address, self.shape, context.device, owner, self.dtype)
         return self._of_rank[rank]
 
 

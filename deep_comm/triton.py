@@ -111,7 +111,8 @@ def signal_word(word, value):
 def peer_pointer(pointer, bases, own_rank, rank):
     """The address in rank ``rank``'s symmetric memory of what lies at ``pointer`` in this rank's.
 
-    bases: pointer to int64 [num_ranks], the start of every rank's segment (``Symmetric.bases``).
+    bases: pointer to int64 [num_ranks], the start of every rank's segment, as
+        ``SymmetricMemory.bases`` has them.
     """
     offset = pointer.to(tl.int64) - tl.load(bases + own_rank).to(tl.int64)
     return (offset + tl.load(bases + rank).to(tl.int64)).to(pointer.dtype)

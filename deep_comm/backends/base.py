@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from deep_comm.backends.foreign import bytes_at
+from deep_comm.backends.foreign import tensor_at
 from deep_comm.events import EventHandle
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import Topology
@@ -38,9 +38,9 @@ class Heap(abc.ABC):
     def memory(self) -> object:
         """What keeps this rank's part."""
 
-    def view(self, offset: int, num_bytes: int) -> Tensor:
-        """uint8 tensor over this rank's part, which lives as long as the tensor."""
-        return bytes_at(self.base + offset, num_bytes, self.device, self.memory())
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A tensor over this rank's part, which lives as long as the tensor."""
+        return tensor_at(self.base + offset, shape, self.device, self.memory(), dtype)
 
     @abc.abstractmethod
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_comm.backends.foreign import bytes_at
+from deep_comm.backends.foreign import tensor_at
 from deep_comm.bench.measure import Work, gather, require_on_all_ranks, time_over_ranks
 from deep_comm.bench.names import Effort
 from deep_comm.bench.payload import integers, same_bits
@@ -88,7 +88,7 @@ def measure(device: torch.device, row_bytes: int, effort: Effort) -> LinkLimit:
     num_rows = min(4096, AREA_BYTES // (num_ranks * row_bytes))
     max_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     with _receive_areas(device.index, AREA_BYTES) as areas:
-        area = bytes_at(areas[rank], AREA_BYTES, device, None)
+        area = tensor_at(areas[rank], [AREA_BYTES], device, None)
         source = torch.zeros(AREA_BYTES, dtype=torch.uint8, device=device)
         own_rows = _pushed_rows(rank, num_rows, row_bytes, device).view(-1)
         source[: own_rows.numel()] = own_rows

@@ -74,7 +74,7 @@ class LowLatencyRegion:
             if not self.is_lent:
                 return
             ctx.heap.view(
-                ctx.low_latency_end - ctx.low_latency_bytes, ctx.low_latency_bytes
+                ctx.low_latency_end - ctx.low_latency_bytes, [ctx.low_latency_bytes]
             ).zero_()
             self._barrier()  # nobody sends before all regions are zero
 
@@ -100,13 +100,12 @@ class LowLatencyRegion:
         of several nodes the first is both."""
         ctx = self._ctx
         if ctx.topology.num_nodes > 1:
-            masked = ctx.heap.view(ctx.engine.rail_masked_offset, 8 * ctx.num_ranks)
-            masked = masked.view(torch.int64)
+            offset = ctx.engine.rail_masked_offset
+            masked = ctx.heap.view(offset, [ctx.num_ranks], torch.int64)
             return masked, masked.new_zeros(1, ctx.num_ranks)
         num_ranks = ctx.engine.max_ranks
-        own = ctx.heap.view(ctx.engine.masked_offset, 4 * num_ranks).view(torch.int32)
-        votes = ctx.heap.view(ctx.engine.votes_offset, 4 * num_ranks * num_ranks)
-        return own, votes.view(torch.int32).view(num_ranks, num_ranks)
+        own = ctx.heap.view(ctx.engine.masked_offset, [num_ranks], torch.int32)
+        return own, ctx.heap.view(ctx.engine.votes_offset, [num_ranks, num_ranks], torch.int32)
 
     def update_mask(self, rank: Any, is_masked: bool) -> None:
         self._require_shrink()

@@ -125,6 +125,10 @@ def preset_decode_tokens(max_tokens: Any) -> Any:
     if not isinstance(max_tokens, int):
         return max_tokens
     preset = env.DECODE_TOKENS.get()
+    if preset == 0:
+        raise ArgumentError(
+            env.DECODE_TOKENS.name, 0, "must be at least 1, except in vLLM's adapter"
+        )
     return min(DEFAULT_DECODE_TOKENS if preset is None else preset, max_tokens)
 
 
@@ -292,21 +296,16 @@ def estimate_memory(
     mode: Mode = "auto",
     device_type: str = "cuda",
     num_nodes: int = 1,
-    *,
-    has_both: bool = False,
 ) -> MemoryEstimate:
-    """What a layer of this shape takes on the rank that has most experts.
+    """What calls of this shape take on the rank that has most experts.
 
-    Args:
-        has_both: "auto" has room for prefill calls even if every step could be a decode step: the
-            program chooses, not a layer.
+    "auto" has room for prefill calls even if every step could be a decode step: those with
+    gradients are prefill, and a program with a Buffer chooses for itself.
     """
     integers.require("num_ranks", num_ranks, 1)
     num_local = num_local_experts(0, shape.num_experts, num_ranks)
     decodes = shape.can_decode and mode != "prefill"
-    prefills = mode != "decode" and (
-        mode == "prefill" or has_both or shape.may_exceed or not decodes
-    )
+    prefills = mode != "decode"
     num_rows = shape.num_balanced_rows(num_ranks)
     # From the experts, their sums, what comes home. Rows for the experts lie in the receive region.
     prefill = shape.row_bytes * (shape.num_balanced_selections + num_rows + shape.max_tokens)

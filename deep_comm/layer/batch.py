@@ -73,9 +73,9 @@ class ExpertBatch:
     def mask(self) -> Tensor:
         """bool [S], True where a row counts. No host synchronisation."""
         row = torch.arange(self.x.shape[0], device=self.x.device)
-        expert = torch.searchsorted(self.offsets[1:].long(), row, right=True)
-        if self.num_local_experts == 0 or self.x.shape[0] == 0:
+        if self.num_local_experts == 0:
             return torch.zeros_like(row, dtype=torch.bool)
+        expert = torch.searchsorted(self.offsets[1:].long(), row, right=True)
         expert = expert.clamp(max=self.num_local_experts - 1)
         return row - self.offsets[expert] < self.num_tokens_per_expert[expert]
 
@@ -110,4 +110,6 @@ class ExpertBatch:
             expert(self.first_expert + local, self.x[first : first + count])
             for local, (first, count) in enumerate(self.group_ranges())
         ]
-        return torch.cat(outputs) if outputs else self.x.clone()
+        if outputs:
+            return torch.cat(outputs)
+        return self.x.clone() if self.scales is None else self.x.to(torch.bfloat16)

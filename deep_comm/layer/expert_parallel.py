@@ -14,12 +14,12 @@ from deep_comm import log
 from deep_comm.backends import resolve_device
 from deep_comm.buffer import Buffer
 from deep_comm.context.shape import (
-    DEFAULT_DECODE_TOKENS,
     MemoryEstimate,
     Mode,
     MoEShape,
     estimate_memory,
     preset_decode_tokens,
+    require_mode,
 )
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.layer import construction, ops
@@ -218,7 +218,7 @@ class ExpertParallel(torch.nn.Module):
             ranks_per_node: a divisor of R. Default: all on one node, or as many as one can hold.
 
         Raises:
-            ArgumentError: a size is out of range.
+            ArgumentError: a size is out of range, or a mode or device type is none.
 
         Examples:
             >>> estimate = deep_comm.ExpertParallel.estimate_memory(
@@ -226,8 +226,11 @@ class ExpertParallel(torch.nn.Module):
             >>> num_bytes = estimate.total
         """
         if decode_tokens is None:
-            decode_tokens = min(DEFAULT_DECODE_TOKENS, max_tokens)
+            decode_tokens = preset_decode_tokens(max_tokens)
         shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
+        require_mode(mode, shape)
+        if device_type not in ("cuda", "cpu"):
+            raise ArgumentError("device_type", device_type, "must be cuda or cpu")
         num_nodes = construction.num_nodes_of(num_ranks, ranks_per_node)
         return estimate_memory(shape, num_ranks, mode, device_type, num_nodes)
 

@@ -27,7 +27,7 @@ from deep_comm.context.shape import Mode, MoEShape, check_mode
 from deep_comm.errors import ArgumentError, DeepCommError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
-from deep_comm.layer.steps import Steps, Way
+from deep_comm.layer.steps import Steps, Way, no_decode
 
 
 class Layer(Protocol):
@@ -103,7 +103,7 @@ def ep_dispatch(
     """The state of a batch that has come."""
     steps = _layer(layer)._steps
     with torch.no_grad():
-        chosen = steps.way("auto", bounded) if way == "auto" else cast("Way", way)
+        chosen: Way = "learn" if way == "learn" else steps.way(cast("Mode", way), bounded)
         return _keep(_Kept(steps.dispatch(chosen, x, topk_idx, topk_weights, bounded)))
 
 
@@ -265,7 +265,9 @@ def traced_forward(
     check_mode(way)
     if way == "auto" and bounded:
         raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" needs counts')
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
+    needs_grad = torch.is_grad_enabled() and layer._steps.needs_grad(x, topk_weights)
+    if way == "decode" and not layer._steps.can_decode:
+        raise no_decode()
     if way == "auto":
         if not layer._steps.can_decode or torch.is_grad_enabled():
             way = "learn"

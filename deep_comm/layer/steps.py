@@ -92,19 +92,21 @@ class Steps:
         if mode != "decode":
             check_mode(mode)
         if not self.can_decode:
-            raise ArgumentError("mode", mode, "needs a layer that is built for it")
+            raise no_decode()
         return "decode"
 
-    def _needs_grad(self, x: Tensor, topk_weights: Tensor) -> bool:
+    def needs_grad(self, x: Tensor, topk_weights: Tensor) -> bool:
         """Where gradients are enabled. What is no tensor is refused by the calls."""
-        if not any(getattr(part, "requires_grad", False) for part in (x, topk_weights)):
-            return False
-        if self._sends_fp8:
-            raise ArgumentError("x", None, "must not require a gradient in a layer with fp8=True")
-        return True
+        for name, part in (("x", x), ("topk_weights", topk_weights)):
+            if getattr(part, "requires_grad", False):
+                if self._sends_fp8:
+                    rule = "must not require a gradient in a layer with fp8=True"
+                    raise ArgumentError(name, None, rule)
+                return True
+        return False
 
     def _refuse_grad(self, x: Tensor, topk_weights: Tensor) -> None:
-        if self._needs_grad(x, topk_weights):
+        if self.needs_grad(x, topk_weights):
             raise ArgumentError(
                 "mode", "decode", "has no gradients: call under torch.no_grad(), or with prefill"
             )
@@ -230,7 +232,7 @@ class Steps:
     def _prefill(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
     ) -> ExpertBatch:
-        if not (is_grad_enabled() and self._needs_grad(x, topk_weights)):
+        if not (is_grad_enabled() and self.needs_grad(x, topk_weights)):
             return self.calls.prefill(x, topk_idx, topk_weights, is_bounded)
         return autograd.dispatched(
             self.buffer, x, topk_weights,
@@ -240,7 +242,7 @@ class Steps:
     def _begin_prefill(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
     ) -> Receive:
-        if not (is_grad_enabled() and self._needs_grad(x, topk_weights)):
+        if not (is_grad_enabled() and self.needs_grad(x, topk_weights)):
             return self.calls.begin_prefill(x, topk_idx, topk_weights, is_bounded)
         receive = self.calls.begin_prefill(x.detach(), topk_idx, topk_weights.detach(), is_bounded)
 
@@ -249,6 +251,10 @@ class Steps:
                 return autograd.dispatched(self.buffer, x, topk_weights, receive)
 
         return finish
+
+
+def no_decode() -> ArgumentError:
+    return ArgumentError("mode", "decode", "needs a layer that is built for it")
 
 
 def _no_batch(given: object) -> ArgumentError:

@@ -307,7 +307,10 @@ class Rendezvous:
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         outcomes = self.all_gather_object((message, result))
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # or it and this frame keep each other, and all that the step has held
         for rank, (peer_message, _) in enumerate(outcomes):
             if peer_message is not None:
                 raise PeerLost(f"rank {rank} failed to {what}: {peer_message}")

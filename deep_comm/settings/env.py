@@ -171,7 +171,7 @@ NIC_GB_PER_S: Variable[float | None] = Variable(
     Kind("a positive number", _parse_positive_float),
     None,
     "What the software NIC carries at most, in 10^9 bytes per second.",
-    "Unset: what the copy engines do.",
+    "Unset: no limit except the speed of the copy engines.",
 )
 TUNE_FILE: Variable[str | None] = Variable(
     "DEEP_COMM_TUNE_FILE",
@@ -185,7 +185,7 @@ POISON: Variable[bool] = Variable(
     _FLAG,
     False,
     "Fill every output with 0xA5 bytes before the kernels run.",
-    "This shows what they do not write.",
+    "Values that no kernel has written then stand out.",
 )
 TRACE: Variable[int] = Variable(
     "DEEP_COMM_TRACE",
@@ -199,7 +199,7 @@ TRACE_DIR: Variable[str | None] = Variable(
     Kind("a path", str),
     None,
     "Where a Buffer that traces leaves its steps.",
-    "It does so when it is destroyed and when a call times out.",
+    "The Buffer writes the file when it is destroyed, and when a call times out.",
 )
 LOG: Variable[str | None] = Variable(
     "DEEP_COMM_LOG",

@@ -121,6 +121,7 @@ def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) 
     checks.tensor(
         "x", x, memory.device, shape=[None] * max(1, getattr(x, "ndim", 1)), dtypes={out.dtype}
     )
+    x = x.detach()  # or out would keep the graph of every call
     rows, *rest = x.shape
     if out.shape != (memory.group_size * rows, *rest):
         rule = f"must be ranks * rows of x by its other extents, x being {list(x.shape)}"

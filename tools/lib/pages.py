@@ -192,17 +192,19 @@ def shapes_page() -> str:
             "to 8."
         ),
         "",
-        "* **Layer**: what `ExpertParallel` allocates for both modes.",
-        "* **Normal**: `num_nvl_bytes` of a `Buffer`, with a receive region for the worst routing",
-        "  and 64 MiB of rings. Less works too: rows without room go through rings.",
+        "* **Layer**: the Buffer of `ExpertParallel` for both modes. **Calls**: the tensors of its",
+        "  largest call, under uniform routing, besides.",
+        "* **Normal**: `num_nvl_bytes` of a `Buffer` by `Config.get_nvl_buffer_size_hint`: rings,",
+        "  and room for a dispatch and its combine under uniform routing, and a quarter more.",
+        "  Less works too: rows without room go through rings.",
         "* **Low latency**: `num_rdma_bytes` by `get_low_latency_rdma_size_hint`.",
         "* **Rings only**: the least `num_nvl_bytes` for DeepEP's Configs.",
         "* **DeepEP's hint**: DeepEP's low-latency size for the same shape. It grows with the",
         "  experts.",
         "",
-        "| model | hidden | experts | top-k | layer | normal | low latency | rings only | "
+        "| model | hidden | experts | top-k | layer | calls | normal | low latency | rings only | "
         "DeepEP's hint |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
 
     def mebibytes(num_bytes: int) -> str:
@@ -213,7 +215,11 @@ def shapes_page() -> str:
             MoEShape(model.hidden, model.experts, model.topk, _PREFILL_TOKENS, _DECODE_TOKENS),
             _RANKS,
         )
-        normal = _RANKS * _PREFILL_TOKENS * (2 * model.hidden + 12 * model.topk + 4) + (64 << 20)
+        calls = max(layer.prefill_call, layer.decode_call)
+        normal = max(
+            config.get_nvl_buffer_size_hint(2 * model.hidden, _RANKS, num_tokens=_PREFILL_TOKENS)
+            for config in (dispatch, combine)
+        )
         decode = deep_comm.Buffer.get_low_latency_rdma_size_hint(
             _DECODE_TOKENS, model.hidden, _RANKS, model.experts
         )
@@ -221,7 +227,7 @@ def shapes_page() -> str:
         theirs = low_latency_bytes(_DECODE_TOKENS, model.hidden, _RANKS, model.experts)
         name = model.name + (f" ({model.note})" if model.note else "")
         cells = [name, model.hidden, model.experts, model.topk]
-        cells += [mebibytes(size) for size in (layer.buffer, normal, decode, rings, theirs)]
+        cells += [mebibytes(size) for size in (layer.buffer, calls, normal, decode, rings, theirs)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
         "",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 from run_by import run_by
@@ -97,3 +100,25 @@ def test_a_rank_that_never_ends_is_named_after_the_timeout() -> None:
 def test_a_run_needs_a_rank() -> None:
     with pytest.raises(ArgumentError):
         local.run(lambda group: None, 0)
+
+
+def test_an_error_does_not_keep_what_its_rank_held() -> None:
+    """Or a step's tensors would live until Python looks for cycles."""
+
+    class Held:
+        pass
+
+    kept = []
+
+    def main(group: local.ThreadGroup) -> None:
+        held = Held()
+        kept.append(weakref.ref(held))
+        raise ValueError("after holding")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            local.run(main, 2)
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()

@@ -1,11 +1,13 @@
 """Ranks as real processes over shared memory: results, killed ranks, ranks that disagree."""
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -298,3 +300,14 @@ def test_what_became_of_the_others_that_failed_is_told_too() -> None:
     told = str(raised.value)
     for rank in (1, 2):
         assert f"and rank {rank} raised ValueError: of {rank}, after " in told
+
+
+def test_a_rank_that_dies_before_it_reads_its_job_has_failed() -> None:
+    """Its pipe ends by a reset then, as it has something unread in it."""
+    ours, theirs = multiprocessing.Pipe()
+    ours.send("job")
+    theirs.close()
+    dead = SimpleNamespace(join=lambda timeout: None, exitcode=1)
+    outcome = processes._receive(3, dead, ours, 0.5)
+    assert isinstance(outcome.error, processes.RankFailed)
+    assert "rank 3 exited with 1" in str(outcome.error)

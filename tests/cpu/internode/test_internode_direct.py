@@ -78,7 +78,7 @@ def test_a_row_that_is_stored_for_the_rail_peer_is_not_copied_there(
             topk_weights=torch.ones(idx.shape), config=Config(4, 1, 4, 1, 4),
         )  # fmt: skip
         heap = buffer._context.heap
-        memory = heap.view(0, heap.num_bytes).numpy().tobytes()
+        memory = heap.view(0, [heap.num_bytes]).numpy().tobytes()
         sources = output[4].recv_src_idx.tolist()
         rows = [row.view(torch.uint8).numpy().tobytes() for row in output[0]]
         counts: list[list[int]] = [[], []]

@@ -9,7 +9,7 @@ import layer_cases
 import pytest
 import torch
 from cases import ROUTINGS
-from layer_cases import LayerCase, build, random_steps, run, verify
+from layer_cases import LayerCase, build, inputs, random_steps, run, verify
 from run_by import run_by
 from schedules import some_of
 
@@ -363,3 +363,17 @@ def test_nodes_of_processes_take_every_mode() -> None:
     assert [modes for _, modes in results[0]] == [
         ["decode"], ["decode", "prefill"], ["prefill"], ["prefill"], ["decode"],
     ]  # fmt: skip
+
+
+def test_a_rank_without_experts_returns_rows_of_the_layers_dtype() -> None:
+    """Also where rows travel as FP8."""
+    case = LayerCase(((3, 2),), 4, 4, hidden=128, experts=1, topk=1, mode="prefill", fp8=True)
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer:
+            x, idx, weights = inputs(case, group.rank(), 0)
+            batch = layer.dispatch(x, idx, weights)
+            y = layer.combine(batch, batch.map(lambda expert, rows: rows.bfloat16()))
+            assert y.dtype == torch.bfloat16 and y.shape == x.shape
+
+    local.run(main, 2)

@@ -4,6 +4,7 @@ the compiler.
 Ranks are processes: the compiler is not made for ranks that are threads.
 """
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,3 +218,54 @@ def test_a_traced_call_refuses_what_an_eager_one_refuses() -> None:
                     ops.traced_forward(layer, *inputs(case, 0, 0), scaled, *options)
 
     local.run(main, 1)
+
+
+@pytest.mark.parametrize("part", ["x", "topk_weights"])
+def test_a_traced_call_refuses_gradients_of_fp8_rows(part: str) -> None:
+    case = LayerCase(((2,),), 9, 4, hidden=128, fp8=True, mode="prefill")
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer:
+            given = inputs(case, 0, 0)
+            given[0 if part == "x" else 2].requires_grad_()
+            for call in (layer.forward, functools.partial(ops.traced_forward, layer)):
+                with pytest.raises(ArgumentError, match=f"^{part} must not require a gradient"):
+                    call(*given, scaled, mode="prefill", bounded=False)
+
+    local.run(main, 1)
+
+
+def test_a_traced_call_refuses_decode_of_a_layer_that_does_not_decode() -> None:
+    """Such a layer has no memory for it, and native calls do not look."""
+    case = LayerCase(((2,),), 9, 4, mode="prefill")
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer, torch.no_grad():
+            x, idx, weights = inputs(case, 0, 0)
+            with pytest.raises(ArgumentError, match="^mode needs a layer"):
+                ops.traced_forward(layer, x, idx, weights, scaled, "decode", False)
+            with pytest.raises(ArgumentError, match="^mode needs a layer"):
+                ops.ep_dispatch(x, idx, weights, layer._key, "decode", False)
+
+    local.run(main, 1)
+
+
+def masks(group: Any) -> None:
+    case = LayerCase(((5, 0), (0, 3)), 8, 8, mode="prefill")
+    with build(group, case) as layer, torch.no_grad():
+
+        def step_of(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+            return layer(
+                x, idx, weights, lambda batch: batch.x * batch.mask().unsqueeze(1), mode="prefill"
+            )
+
+        compiled = torch.compile(step_of, backend="aot_eager", fullgraph=True, dynamic=True)
+        for step in range(2):
+            given = inputs(case, group.rank(), step)
+            assert_same_bits(compiled(*given), step_of(*given), f"step {step}")
+
+
+def test_which_rows_count_can_be_asked_in_a_compiled_step(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    on_ranks(masks, 2)

@@ -146,6 +146,37 @@ def test_the_estimate_grows_with_what_it_depends_on() -> None:
     wide = ExpertParallel.estimate_memory(8, **SHAPE, dtype=torch.float32)
     assert wide.low_latency_region == 0 and wide.receive_region > 1.9 * base.receive_region
     few = ExpertParallel.estimate_memory(8, **{**SHAPE, "max_tokens": 128})
-    assert few.receive_region == 0  # every step is a decode step
+    assert 0 < few.receive_region < base.receive_region  # for prefill, as with gradients
+    for wrong in (
+        dict(mode="foo"),
+        dict(mode="decode", dtype=torch.float32),
+        dict(device_type="gpu"),
+    ):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            ExpertParallel.estimate_memory(8, **SHAPE, **wrong)
     with pytest.raises(ArgumentError, match="num_ranks"):
         ExpertParallel.estimate_memory(0, **SHAPE)
+
+
+def test_where_decode_ends_is_preset_alike_for_layer_and_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {**SHAPE, "max_tokens": 128}
+    monkeypatch.setenv("DEEP_COMM_DECODE_TOKENS", "16")
+    preset = ExpertParallel.estimate_memory(8, **sizes)
+    assert preset == ExpertParallel.estimate_memory(8, **sizes, decode_tokens=16)
+    monkeypatch.setenv("DEEP_COMM_DECODE_TOKENS", "0")
+    with pytest.raises(ArgumentError, match="^DEEP_COMM_DECODE_TOKENS must be at least 1"):
+        ExpertParallel.estimate_memory(8, **sizes)
+
+
+def test_a_layer_whose_steps_all_decode_takes_what_was_estimated() -> None:
+    sizes = dict(hidden=64, num_experts=4, num_topk=2, max_tokens=8)
+
+    def main(group: Any) -> None:
+        with ExpertParallel(group, **sizes, device="cpu") as layer:
+            assert layer.memory == layer.buffer.memory
+            estimate = ExpertParallel.estimate_memory(2, **sizes, device_type="cpu")
+            assert estimate == layer.memory
+
+    local.run(main, 2)

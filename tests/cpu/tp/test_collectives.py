@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,13 @@ def test_copy_engines_gather_into_symmetric_memory(memory: SymmetricMemory, /) -
         tp.all_gather(own, memory, out=out)
         wanted = torch.arange(3).repeat_interleave(2) + 0.5 * number
         assert torch.equal(out.local, wanted[:, None].expand(6, 5))
+    # What it was asked for once must not live as long as out.
+    x = torch.ones(2, 5, requires_grad=True)
+    asked = weakref.ref(x)
+    with pytest.warns(UserWarning, match="no gradient"):
+        tp.all_gather(x, memory, out=out)
+    del x
+    assert asked() is None and not out.local.requires_grad
     for x, name in ((torch.ones(3, 5), "out"), (torch.ones(2, 5).bfloat16(), "x")):
         with pytest.raises(errors.ArgumentError, match=name):
             tp.all_gather(x, memory, out=out)

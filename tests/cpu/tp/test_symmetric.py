@@ -140,3 +140,15 @@ def test_after_destroy_calls_say_so(group: Any, /) -> None:
     for use in uses:
         with pytest.raises(errors.BufferDestroyed):
             use()
+
+
+@run_by(local.run, 2)
+def test_memory_of_inference_mode_can_be_written_outside_of_it(group: Any, /) -> None:
+    with torch.inference_mode(), SymmetricMemory(group, 1 << 12, device="cpu") as memory:
+        box = memory.empty((4,), torch.float32)
+        peer = box.peer(1 - memory.rank)
+        with torch.inference_mode(False):
+            group.barrier()
+            peer.fill_(memory.rank)
+            memory.reset()
+            assert box.local.tolist() == [1.0 - memory.rank] * 4
