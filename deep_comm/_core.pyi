@@ -234,7 +234,7 @@ class BufferCalls:
     def set_staging(self, *, offset: int, num_bytes: int, multicast: int) -> None:
         """Where collectives stage: two parts of num_bytes, from the heap's base; and the address
         that stands for all heaps' bases, or 0."""
-    def require_no_other_thread(self) -> None:
+    def require_no_call(self) -> None:
         """Raise UnsupportedError while another thread is in a call."""
     has_pending: bool  # a dispatch has been sent, and not been received
     # of dispatch: calls with room in the region, and without; of combine; most bytes without room

@@ -312,13 +312,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         but never for a peer. The last reference to a Buffer does the same when it goes.
 
         Raises:
-            UnsupportedError: another thread is in a call of this Buffer.
+            UnsupportedError: another thread is in a call of this Buffer, or a signal handler calls
+                this while one waits.
 
         Examples:
             >>> other = deep_comm.Buffer(group, 1 << 20, device="cpu")
             >>> other.destroy()
         """
-        self._context.native_calls.require_no_other_thread()
+        self._context.native_calls.require_no_call()
         self._finalizer()
         self._release_group()
 

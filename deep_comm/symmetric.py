@@ -273,7 +273,7 @@ class SymmetricMemory:
 
     def destroy(self) -> None:
         """Free this rank's resources. Idempotent. Waits for its own kernels, never for a peer."""
-        self._context.native_calls.require_no_other_thread()
+        self._context.native_calls.require_no_call()
         self._finalizer()
         self._release_group()
 

@@ -66,15 +66,17 @@ void bind_engine(pybind11::module_& m, const ToldOfExtra&... extra) {
 
   engine.attr("traces_low_latency") = Target::kIsSynchronous || DEEP_COMM_TRACE_LOW_LATENCY != 0;
   engine.def("set_trace", &Type::set_trace, "slots"_a, "num_calls"_a);
-  engine.def("set_generation", &Type::set_generation, "generation"_a);
+  engine.def("set_generation", &Type::set_generation, "generation"_a,
+             py::call_guard<py::gil_scoped_release>());
 
   engine.def_property_readonly("data_offset", &Type::data_offset);
   engine.def_property_readonly("data_bytes", &Type::data_bytes);
   engine.def("poll_error", &Type::poll_error);
   engine.def("begun_by_peer", &Type::begun_by_peer);
   engine.def("note_interrupt", &Type::note_interrupt);
-  engine.def("clear_error", &Type::clear_error);
-  engine.def("reset", &Type::reset);
+  // These wait for the whole GPU, on which a kernel may wait for what another thread is to launch.
+  engine.def("clear_error", &Type::clear_error, py::call_guard<py::gil_scoped_release>());
+  engine.def("reset", &Type::reset, py::call_guard<py::gil_scoped_release>());
   engine.def(
       "shrink_barrier",
       [](Type& self, uint32_t absent, uint32_t number, uint64_t stream) {
@@ -89,7 +91,7 @@ void bind_engine(pybind11::module_& m, const ToldOfExtra&... extra) {
     const ShrinkBarrierResult result = self.shrink_barrier_result();
     return py::make_tuple(result.number, result.has_agreed != 0);
   });
-  engine.def("do_without", &Type::do_without, "absent"_a);
+  engine.def("do_without", &Type::do_without, "absent"_a, py::call_guard<py::gil_scoped_release>());
   engine.def("close", &Type::close, py::call_guard<py::gil_scoped_release>());
   bind_low_latency<Target>(engine);
   bind_internode<Target>(engine);

@@ -28,8 +28,10 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
   engine.def_property_readonly("masked_offset", &Type::masked_offset);
   engine.def_property_readonly("votes_offset", &Type::votes_offset);
   engine.def_property_readonly("rail_masked_offset", &Type::rail_masked_offset);
-  engine.def("set_low_latency_sequence", &Type::set_low_latency_sequence, "sequence"_a);
-  engine.def("reset_low_latency", &Type::reset_low_latency);
+  engine.def("set_low_latency_sequence", &Type::set_low_latency_sequence, "sequence"_a,
+             py::call_guard<py::gil_scoped_release>());
+  engine.def("reset_low_latency", &Type::reset_low_latency,
+             py::call_guard<py::gil_scoped_release>());
   engine.def_property_readonly("low_latency_bytes", &Type::low_latency_bytes);
   engine.def_static(
       "low_latency_region_bytes",

@@ -145,8 +145,7 @@ void bind_buffer(py::module_& m) {
       [](BoundBuffer& self, std::vector<int> ranks) { self.context.absent = std::move(ranks); },
       "ranks"_a, "Ranks that the Buffer does without, in ascending order.");
   buffer.def(
-      "require_no_other_thread",
-      [](const BoundBuffer& self) { self.context.require_no_other_thread(); },
+      "require_no_call", [](const BoundBuffer& self) { self.context.require_no_call(); },
       "Raises UnsupportedError while another thread is in a call.");
   def_call<&call_get_dispatch_layout>(buffer, "get_dispatch_layout");
   bind_normal_calls(m, buffer);

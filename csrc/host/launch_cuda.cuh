@@ -11,17 +11,12 @@
 #include <string>
 
 #include "device/layout/names.cuh"
+#include "host/check_cuda.hpp"
 #include "host/target.hpp"
 
 namespace deep_comm {
 
 namespace {
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + " (" +
-                           cudaGetErrorString(status) + ")");
-}
 
 // The functions that are launched. Callers look for operations by name in profiles, whose columns
 // are short: so the operation comes first, in all its forms, and once per call.

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "device/bench/push_rows.cuh"
+#include "host/check_cuda.hpp"
 #include "host/link_bench_cuda.hpp"
 #include "host/memory_cuda.hpp"
 
@@ -12,13 +13,6 @@ namespace deep_comm {
 namespace {
 
 constexpr int kMaxPushWarps = 8;  // more were never faster
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch check would report this failure a second time
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + " (" +
-                           cudaGetErrorString(status) + ")");
-}
 
 void require(bool holds, const std::string& rule) {
   if (!holds) throw std::invalid_argument("push_rows: " + rule);

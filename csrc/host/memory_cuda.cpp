@@ -6,19 +6,14 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "host/check_cuda.hpp"
+
 namespace deep_comm {
 
 namespace {
 
 std::string on_device(const std::string& action, int device) {
   return action + " on CUDA device " + std::to_string(device);
-}
-
-void check(cudaError_t status, const std::string& tried) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch check would report this failure a second time
-  throw std::runtime_error(tried + ": " + cudaGetErrorName(status) + " (" +
-                           cudaGetErrorString(status) + ")");
 }
 
 std::string hex(uintptr_t address) {

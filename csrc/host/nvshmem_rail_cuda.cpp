@@ -1,22 +1,8 @@
 #include "host/nvshmem_rail_cuda.hpp"
 
-#include <cuda_runtime_api.h>
-
-#include <stdexcept>
-#include <string>
+#include "host/check_cuda.hpp"
 
 namespace deep_comm {
-
-namespace {
-
-void check(cudaError_t status, const char* tried) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();
-  throw std::runtime_error(std::string("NVSHMEM rail: ") + tried + ": " + cudaGetErrorName(status) +
-                           " (" + cudaGetErrorString(status) + ")");
-}
-
-}  // namespace
 
 NvshmemRailState::NvshmemRailState(const NvshmemRail& rail, RailPort port, int num_peers)
     : kernels_(rail.kernels),

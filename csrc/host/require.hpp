@@ -120,8 +120,9 @@ void require_tensor(const char* name, const TensorRef& given, const TensorRule& 
                     const std::string& device_name);
 // Its address is a multiple of 16.
 void require_aligned(const char* name, const TensorRef& given);
-// A row is a positive multiple of 16 bytes.
-void require_row_bytes(const char* name, int64_t row_bytes);
+// As kernels count and move them: a row is a positive multiple of 16 bytes, and both numbers fit an
+// int32.
+void require_rows(const char* name, int64_t num_rows, int64_t row_bytes);
 
 // topk_idx [num_tokens, K] with or without weights of its shape; weights alone say nothing.
 // num_tokens -1: any.

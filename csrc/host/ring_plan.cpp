@@ -30,7 +30,8 @@ ChannelConfig plan_channels(const Config& config, bool is_given, int num_channel
     if (slots == 1) {
       const size_t num_other_bytes = resources.num_nvl_bytes - resources.num_ring_bytes;
       refuse_memory("num_nvl_bytes", resources.num_nvl_bytes, wanted_bytes + num_other_bytes,
-                    of_channels + "the default " + std::to_string(config.num_slots()) +
+                    of_channels + (is_given ? "" : "the default ") +
+                        std::to_string(config.num_slots()) +
                         " slots (with fewer, and slower, from " +
                         std::to_string(ring_bytes(channels, 1) + num_other_bytes) +
                         " on). Calls whose rows fit in the receive region are without rings, and "

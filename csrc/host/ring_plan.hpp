@@ -40,7 +40,7 @@ class ConfigChooser {
 
 // The Config of one call.
 struct ConfigChoice {
-  std::optional<Config> given;             // by the caller: taken as it is, or refused
+  std::optional<Config> given;             // by the caller
   std::optional<Config> fallback;          // otherwise this one, shrunk until it fits
   const ConfigChooser* chooser = nullptr;  // or what this says; one of the two is there
   bool names_sms = true;                   // somebody has said how many SMs the call may have
@@ -78,8 +78,8 @@ struct TwoTierKey {
   bool operator==(const TwoTierKey&) const = default;
 };
 
-// Rings inside a node for `config`, which num_nvl_bytes must hold if it was given, or else shrunk
-// until they fit into num_ring_bytes. ring_bytes(channels, slots). num_channels replaces the channels
+// Rings inside a node for `config`, with half of its slots, a quarter and so on, until they fit into
+// num_ring_bytes. If it was given, num_nvl_bytes must hold all of them. ring_bytes(channels, slots). num_channels replaces the channels
 // of a config that was not given; 0: does not. Throws CallError: kArgument, kBufferTooSmall.
 ChannelConfig plan_channels(const Config& config, bool is_given, int num_channels,
                             const RingResources& resources,

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "host/check_cuda.hpp"
 #include "host/interrupt.hpp"
 
 namespace deep_comm {
@@ -21,13 +22,6 @@ using WriteValue = int (*)(cudaStream_t stream, unsigned long long address,
 using WriteBatch = int (*)(cudaStream_t stream, unsigned int count,
                            CUstreamBatchMemOpParams* params, unsigned int flags);
 constexpr size_t kMaxBatch = 64;
-
-void check(cudaError_t status, const char* tried) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();
-  throw std::runtime_error(std::string("software NIC: ") + tried + ": " + cudaGetErrorName(status) +
-                           " (" + cudaGetErrorString(status) + ")");
-}
 
 uint64_t now_ns() {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(

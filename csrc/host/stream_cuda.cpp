@@ -10,18 +10,12 @@
 #include <thread>
 #include <vector>
 
+#include "host/check_cuda.hpp"
 #include "host/interrupt.hpp"
 
 namespace deep_comm {
 
 namespace {
-
-void check(cudaError_t status, const char* tried) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch check would report this failure a second time
-  throw std::runtime_error(std::string(tried) + ": " + cudaGetErrorName(status) + " (" +
-                           cudaGetErrorString(status) + ")");
-}
 
 cudaStream_t as_stream(uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 

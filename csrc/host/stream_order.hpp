@@ -1,11 +1,11 @@
 // The order of a Buffer's calls among the caller's streams and its own communication stream
 // (docs/design/0016).
 //
-// Kernels of normal mode run one at a time, in the order of the calls, on whichever streams: every call
-// but an unordered one (low latency) runs after last_call_event_, which lies after the call before it. A call that the caller's stream waits for
-// anyway runs there; one that starts after an event, or goes on beside the caller's stream, or belongs
-// to a CUDA graph runs on the communication stream. Calls of graphs have their order from that stream,
-// which all of them pass through.
+// Calls of normal mode run one at a time, in the order in which they are made. A call runs on the
+// caller's stream if that waits for it anyway and it starts after no other event; otherwise, and in a
+// CUDA graph, it runs on the communication stream. Eager calls wait for last_call_event_, which lies
+// after the call before; those of graphs have their order from the communication stream. Low-latency
+// calls are unordered.
 #pragma once
 
 #include <cstdint>

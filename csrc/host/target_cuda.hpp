@@ -63,12 +63,10 @@ class CudaTarget {
                                      .most_local_blocks = 528,
                                      .add_slots_threads = 512};
 
-  CudaTarget(int rank, int device)
+  CudaTarget(int /*rank*/, int device)
       : device_(device),
         smem_bytes_limit_(cuda_smem_bytes_limit(device)),
-        can_begin_early_(has_early_launches(device)) {
-    (void)rank;
-  }
+        can_begin_early_(has_early_launches(device)) {}
 
   template <class KernelType>
   void prepare();
@@ -113,12 +111,10 @@ class CudaTarget {
   }
   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count) const;
   bool is_idle(uint64_t stream);
-  static bool is_current(int device) { return cuda_current_device() == device; }
   int device() const { return device_; }
   int smem_bytes_limit() const { return smem_bytes_limit_; }
   bool can_begin_early() const { return can_begin_early_; }
   bool launches_block() const { return nic_ != nullptr; }
-  using DeviceScope = CudaDeviceScope;
 
  private:
   static bool has_early_launches(int device);

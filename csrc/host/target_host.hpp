@@ -126,14 +126,10 @@ class HostTarget {
     return {counters, counters + count};
   }
   bool is_idle(uint64_t /*stream*/) { return true; }
-  static bool is_current(int /*device*/) { return true; }
   int device() const { return rank_; }
   int smem_bytes_limit() const { return 227 * 1024; }  // as on sm_90
   bool can_begin_early() const { return true; }
   bool launches_block() const { return true; }
-  struct DeviceScope {
-    explicit DeviceScope(int /*device*/) {}
-  };
 
  private:
   template <class KernelType>

@@ -328,6 +328,7 @@ class Context:
         self._reset(self.engine.reset_low_latency)
 
     def _end_calls(self) -> None:
+        self.native_calls.require_no_call()
         self.synchronize()
         self.native_calls.end_calls(was_destroyed=False)
 

@@ -212,7 +212,7 @@ def enter_from_a_second_thread(group: Any, device: Any = "cpu") -> list[int]:
         is_in_call = False
         while not is_in_call:
             try:
-                buffer._context.native_calls.require_no_other_thread()
+                buffer._context.native_calls.require_no_call()
             except errors.UnsupportedError:
                 is_in_call = True
         for call in (

@@ -131,8 +131,17 @@ def raised_between_launches(group: Any, device: Any, mode: str, failing: int) ->
 
 
 def handled_in_the_call(group: Any, device: Any, late: int) -> None:
-    """A handler that raises nothing runs while the call waits, and the call goes on."""
+    """A handler that raises nothing runs while the call waits, and the call goes on. It can neither
+    call the Buffer nor end it.
+    """
     handled: list[float] = []
+
+    def handler(*_: object) -> None:
+        for use in (buffer.destroy, buffer.reset, lambda: all_to_all(buffer, NORMAL, False)):
+            with pytest.raises(errors.UnsupportedError, match="a signal handler runs while a call"):
+                use()
+        handled.append(time.monotonic())
+
     with make(group, device, NORMAL) as buffer:
         all_to_all(buffer, NORMAL)
         dist.barrier(group)
@@ -140,7 +149,7 @@ def handled_in_the_call(group: Any, device: Any, late: int) -> None:
             time.sleep(6 * SIGNAL_AFTER_S)
         else:
             interrupt_soon()
-            signal.signal(signal.SIGINT, lambda *_: handled.append(time.monotonic()))
+            signal.signal(signal.SIGINT, handler)
         require_sums(buffer, NORMAL)
         ended = time.monotonic()
     if group.rank() != late:

@@ -152,9 +152,6 @@ class RailReceiver {
     tail_ = reinterpret_cast<const uint64_t*>(base + tier.layout.tail_of(channel, node));
   }
 
-  DC_DEVICE bool is_filled(uint32_t row_idx) const {
-    return row_idx < num_filled_;
-  }  // as last seen
   // True if row `row_idx` has arrived. Reads the tail once.
   DC_DEVICE bool poll_filled(uint32_t row_idx) {
     if (row_idx < num_filled_) return true;

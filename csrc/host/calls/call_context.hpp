@@ -4,7 +4,7 @@
 //
 //   Request   what the caller passed, read but not judged
 //   Checked   everything that can be refused has been: nothing has happened yet
-//   Reserved  all memory that the first launch writes is there
+//   Reserved  all memory that peers write or read is there; local kernels may have run
 //   Launched  peers count on this rank: what they need from here on runs in keep_step
 //
 // The last one returns the results. docs/design/0044 says what can still raise after the first launch.
@@ -78,12 +78,12 @@ struct Staging {
 class CallContext {
  public:
   // While a thread is in a call. A call lets go of the interpreter's lock where it waits, so that
-  // another thread could begin one in its middle: that is refused. The thread itself may, as a
-  // handler of a signal does.
+  // another thread, or a signal handler, could begin one in its middle: that is refused. Calls of
+  // one thread may lie in one another otherwise, as a layer's do.
   class InCall {
    public:
     explicit InCall(CallContext& context) : context_(context), before_(context.caller_) {
-      context.require_no_other_thread();
+      context.require_no_call();
       context.caller_ = std::this_thread::get_id();
     }
     ~InCall() { context_.caller_ = before_; }
@@ -168,8 +168,15 @@ class CallContext {
     require_open();
     fail(CallError::Class::kRecorded, {});
   }
-  void require_no_other_thread() const {
-    if (caller_ == std::thread::id() || caller_ == std::this_thread::get_id()) return;
+  // Before calls, and before what ends the Buffer or sets it back.
+  void require_no_call() const {
+    if (caller_ == std::thread::id()) return;
+    if (caller_ == std::this_thread::get_id()) {
+      if (!is_waiting_) return;
+      fail(CallError::Class::kUnsupported,
+           "a signal handler runs while a call of this Buffer waits: raise from it, or use the "
+           "Buffer after the call");
+    }
     fail(CallError::Class::kUnsupported,
          "another thread is in a call of this Buffer: let one thread at a time make its calls, in "
          "the same order on all ranks, or give each thread a Buffer of its own");
@@ -194,12 +201,14 @@ class CallContext {
   // and where it waits for its kernel, which may need what other threads are about to launch.
   template <class Body>
   void launch(const Body& body) {
+    const Waiting waiting(is_waiting_);
     const InterpreterUnlocked unlocked(engine.is_synchronous() || engine.launches_block());
     body();
   }
   // Runs a wait of the host.
   template <class Body>
   auto wait(const Body& body) {
+    const Waiting waiting(is_waiting_);
     const InterpreterUnlocked unlocked;
     return body();
   }
@@ -216,8 +225,22 @@ class CallContext {
   }
 
  private:
+  class Waiting {
+   public:
+    explicit Waiting(bool& flag) : flag_(flag), before_(flag) { flag = true; }
+    ~Waiting() { flag_ = before_; }
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    bool& flag_;
+    const bool before_;
+  };
+
   std::shared_ptr<StreamOrder> shared_order_;
-  std::thread::id caller_;  // the thread that is in a call; guarded by the interpreter's lock
+  // Both are guarded by the interpreter's lock.
+  std::thread::id caller_;   // the thread that is in a call
+  bool is_waiting_ = false;  // signal handlers may run in the middle of that call
 };
 
 // Runs a call through its states.

@@ -112,7 +112,7 @@ CheckedCombine check_combine(const CallContext& context, const CombineRequest& r
                                        : Dtype::kFloat32;
   checked.num_rows = x.shape[0];
   checked.hidden = x.shape[1];
-  require_row_bytes("x", checked.hidden * x.type.num_bytes);
+  require_rows("x", checked.num_rows, checked.hidden * x.type.num_bytes);
   require_aligned("x", x);
   checked.row_bytes = static_cast<int>(checked.hidden * x.type.num_bytes);
   checked.x = memory.non_null(x.address);

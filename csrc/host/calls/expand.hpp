@@ -1,5 +1,5 @@
 // Expanded outputs inside a node: rows are numbered before a dispatch, copied while it runs. The kernels
-// here are local. What follows combine.cpp is reduce_experts (calls/combine.hpp).
+// here are local. Their counterpart in combine is ReducedRows (calls/combine.hpp).
 #pragma once
 
 #include <cstdint>

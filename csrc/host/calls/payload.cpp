@@ -23,6 +23,7 @@ Payload check_cast(const CallContext& context, const PayloadRequest& request) {
                     "must have a positive multiple of " + std::to_string(kScaleBlockColumns) +
                         " columns with use_fp8");
   }
+  require_rows("x", x.shape[0], hidden * x.type.num_bytes);
   require_aligned("x", x);
   const ScaleOptions& options = request.scale_options;
   const int num_blocks = static_cast<int>(hidden / kScaleBlockColumns);
@@ -50,7 +51,7 @@ Payload check_plain(const CallContext& context, const PayloadRequest& request) {
   form.type = x.type;
   form.hidden = x.shape[1];
   payload.num_tokens = x.shape[0];
-  require_row_bytes("x", form.hidden * x.type.num_bytes);
+  require_rows("x", payload.num_tokens, form.hidden * x.type.num_bytes);
   require_aligned("x", x);
   payload.x = context.memory.non_null(x.address);
   payload.x_object = x.object;

@@ -283,3 +283,12 @@ def test_routing_without_weights_moves_rows_and_indices() -> None:
     for rings, direct in local.run(rank_main, 2):
         assert torch.equal(rings[0], direct[0]) and torch.equal(rings[1], direct[1])
         assert rings[2] is None and direct[2] is None and sum(rings[3]) == 40
+
+
+@run_by(local.run, 1)
+def test_a_row_that_kernels_cannot_count_is_refused(group: local.ThreadGroup, /) -> None:
+    """Not moved in part. Its memory is never touched."""
+    with Buffer(group, 1 << 16, device="cpu") as buffer:
+        x = torch.empty(1, 2**31 + 16, dtype=torch.uint8)
+        with pytest.raises(ArgumentError, match="^x must have rows of at most 2147483647 bytes"):
+            buffer.dispatch(x, topk_idx=torch.zeros(1, 1, dtype=torch.int64), num_experts=1)
