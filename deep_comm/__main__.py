@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -52,6 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (told := deep_comm.explained(error)) is error and error.name != "torch":
             raise
         print(f"deep_comm {name}: {told}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        from deep_comm.errors import DeepCommError
+
+        is_wanted = logging.getLogger("deep_comm").isEnabledFor(logging.DEBUG)
+        if is_wanted or not isinstance(error, DeepCommError):
+            raise
+        print(f"deep_comm {name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
 

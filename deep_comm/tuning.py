@@ -189,8 +189,9 @@ def _read(
 
 
 def store(path: Path, key: str, date: str, entries: Sequence[Entry]) -> None:
-    """Replace what ``path`` says of one machine's calls; all else stays."""
-    _update(path, key, lambda machine: machine.update(date=date, entries=list(entries)))
+    """Replace what ``path`` says of one machine's calls with rows of these sizes; else as below."""
+    _replace(path, key, "entries", entries, lambda entry: (entry["operation"], entry["row_bytes"]))
+    _update(path, key, lambda machine: machine.update(date=date))
 
 
 def store_decode_tokens(path: Path, key: str, entry: Entry) -> None:

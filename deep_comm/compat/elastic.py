@@ -208,9 +208,9 @@ class ElasticBuffer(ElasticCalls, Refused):
         (docs/performance.md), which is worth it only where no compute runs beside them.
         """
         context = self._buffer._context
-        default = self._buffer._defaults.config_of_any_rows("dispatch", self._buffer.num_sms)
         if self.device.type == "cpu":
-            return default.num_sms
+            defaults = self._buffer._defaults
+            return defaults.config_of_any_rows("dispatch", self._buffer.num_sms).num_sms
         wanted = _OVERLAPPED_SMS if self.prefer_overlap_with_compute else _ALONE_SMS
         return min(wanted, context.backend.max_sms or wanted)
 

@@ -21,9 +21,10 @@ from deep_comm.compat.expand import (
     rows_in_order,
 )
 from deep_comm.compat.section import Section
-from deep_comm.errors import ArgumentError, HandleMismatch
+from deep_comm.errors import HandleMismatch
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.ranks.topology import num_local_experts
+from deep_comm.settings import checks
 
 Payload = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[Payload, Tensor | None, Tensor | None, EPHandle, EventOverlap]
@@ -158,13 +159,18 @@ class ElasticCalls:
     def _cached_weights(self, topk_weights: Tensor, handle: EPHandle) -> Tensor:
         """Weights take the way of the rows: as rows, filled up to what a row must be a multiple
         of."""
+        checks.tensor(
+            "topk_weights",
+            topk_weights,
+            self._buffer.device,
+            shape=[None, None],
+            dtypes={torch.float32},
+        )
         num_tokens, num_topk = topk_weights.shape
-        if topk_weights.dtype != torch.float32:
-            raise ArgumentError("topk_weights", topk_weights.dtype, "must have dtype torch.float32")
-        if num_topk != handle.recv_topk_idx.shape[1]:
+        if num_topk != handle.topk_idx.shape[1]:
             raise HandleMismatch(
                 "topk_weights", list(topk_weights.shape),
-                f"must have the handle's {handle.recv_topk_idx.shape[1]} columns",
+                f"must have the handle's {handle.topk_idx.shape[1]} columns",
             )  # fmt: skip
         rows = topk_weights.new_zeros(num_tokens, align(num_topk, _FLOATS_OF_ROW_ALIGNMENT))
         rows[:, :num_topk] = topk_weights

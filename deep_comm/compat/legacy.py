@@ -226,8 +226,8 @@ class Buffer(deep_comm.Buffer):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """SMs of the recommended configs from now on: even, at least 2."""
-        if new_num_sms < 2 or new_num_sms % 2 != 0:
-            raise ArgumentError("new_num_sms", new_num_sms, "must be even and at least 2")
+        if not isinstance(new_num_sms, int) or new_num_sms < 2 or new_num_sms % 2 != 0:
+            raise ArgumentError("new_num_sms", repr(new_num_sms), "must be even and at least 2")
         Buffer.num_sms = new_num_sms
 
     @staticmethod

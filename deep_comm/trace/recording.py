@@ -11,6 +11,8 @@ from typing import NamedTuple
 from deep_comm.errors import ArgumentError
 
 _FORMAT = 1
+TIMED_OUT = "timeout-"
+"""Begins the names of files that were written when a call timed out."""
 
 
 class Event(NamedTuple):
@@ -72,19 +74,25 @@ def _read(path: Path) -> Recording:
 def load(paths: Iterable[str | Path]) -> list[Recording]:
     """Recordings of these files, and of all ``*.json`` in these folders, by Buffer and rank.
 
+    Of a rank of a folder that timed out the recording of that moment counts, not that of its end.
+
     Raises ArgumentError naming what is no recording, or was recorded twice.
     """
     files: list[Path] = []
     for path in map(Path, paths):
-        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
-    recordings = [_read(path) for path in files]
-    recordings.sort(key=lambda recording: (recording.buffer, recording.rank))
-    seen: set[tuple[str, int]] = set()
-    for recording in recordings:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        found = {it.name: it for it in sorted(path.glob("*.json"))}
+        files += [it for name, it in found.items() if f"{TIMED_OUT}{name}" not in found]
+    by_rank: dict[tuple[str, int], tuple[Path, Recording]] = {}
+    for path in files:
+        recording = _read(path)
         key = (recording.buffer, recording.rank)
-        if key in seen:
+        if key in by_rank:
             raise ArgumentError(
-                "files", f"{recording.rank}", "must hold one recording a rank, of each Buffer"
-            )
-        seen.add(key)
-    return recordings
+                "files", f"{by_rank[key][0]} and {path}",
+                "must not both be named: both are of the same rank of a Buffer",
+            )  # fmt: skip
+        by_rank[key] = (path, recording)
+    return [by_rank[key][1] for key in sorted(by_rank)]

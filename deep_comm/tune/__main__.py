@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from deep_comm.bench import __main__ as bench
 from deep_comm.bench import options
-from deep_comm.settings import command_line
+from deep_comm.settings import command_line, env
 
 GPU_SWEEPS = (
     ["--mode", "direct", "--sms", "sweep"],
@@ -36,6 +38,20 @@ def sweeps(passed_on: Sequence[str]) -> list[list[str]]:
     return made
 
 
+@contextlib.contextmanager
+def _without_an_absent_file() -> Iterator[None]:
+    """A Buffer refuses a file that is named and not there, and it is this command that makes it."""
+    name, path = env.TUNE_FILE.name, env.TUNE_FILE.get()
+    is_absent = path is not None and not Path(path).exists()
+    if is_absent:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        if is_absent:
+            os.environ[name] = str(path)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(
         "tune",
@@ -55,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, passed_on = parser.parse_known_args(arguments)
     runs = sweeps(passed_on)
     documents: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="deep_comm.") as folder:
+    with tempfile.TemporaryDirectory(prefix="deep_comm.") as folder, _without_an_absent_file():
         for number, run in enumerate(runs):
             file = Path(folder) / f"{number}.json"
             print(f"tune: part {number + 1} of {len(runs)}", flush=True)

@@ -20,14 +20,14 @@ DC_DEVICE bool elect_one() {
 
 // ---- proxies ------------------------------------------------------------------------------------
 
-// No state space: a bulk load reads global memory and writes shared memory, and ordinary accesses
-// may just have touched both.
 DC_DEVICE void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 DC_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
+// For a bulk load: it reads global memory and writes shared memory, and ordinary accesses may just have
+// touched both.
 DC_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ---- bulk copies --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ DC_DEVICE void internode_barrier(const InternodeBarrierArgs& args) {
   announce_on_rail(contexts.rail, tier, args.signature);
   if (await_rail_arrivals(contexts.rail, tier, args.signature)) {
     announce_arrival(contexts.node, args.signature);
-    if (await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature)) {
+    if (await_all_entered(contexts.node, Stage::kEntryBarrier, args.signature)) {
       note_in_warp(contexts.node, TraceStep::kEntered);
     }
   } else {

@@ -264,7 +264,7 @@ DC_DEVICE SumMode enter_combine(const TierContexts& contexts, const InternodeCom
   const int peer = arch::lane_idx();
   bool ok = true;
   if (arch::block_idx() == 0) ok = announce_staging(contexts, args, entry->tables);
-  ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature);
+  ok = ok && await_all_entered(contexts.node, Stage::kEntryBarrier, args.signature);
   if (!ok) return SumMode::kFailed;
   bool has_room = true;
   if (peer < world.num_ranks) {

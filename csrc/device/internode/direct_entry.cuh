@@ -286,7 +286,7 @@ DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatc
   const int lane = arch::lane_idx();
   bool ok = true;
   if (arch::block_idx() == 0) ok = announce_room(contexts, args);
-  ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature);
+  ok = ok && await_all_entered(contexts.node, Stage::kEntryBarrier, args.signature);
   bool has_room = true;
   if (ok && lane < tiers.ranks_per_node()) {
     has_room = arch::ld_weak(&announcement_by(contexts.node, tiers, lane)->has_room) != 0;

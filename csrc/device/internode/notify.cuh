@@ -17,7 +17,7 @@
 //        arrived (node), rank_counts · the same inside the node · release/acquire sys
 //        notified (LocalState): whether a dispatch launched after this may send
 // after  all ranks have entered this kernel
-// waits  await_rail_arrivals, unblocked by announce_on_rail of every node; await_arrivals,
+// waits  await_rail_arrivals, unblocked by announce_on_rail of every node; await_all_entered,
 //        unblocked by every local rank
 #pragma once
 
@@ -340,7 +340,7 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
   arch::sync_block();  // the block's counts before the arrivals that release them
   announce_arrival(contexts.node, signature);
   if (arch::warp_idx() == 0) {
-    const bool ok = await_arrivals(contexts.node, Stage::kCounts, signature);
+    const bool ok = await_all_entered(contexts.node, Stage::kCounts, signature);
     if (ok) note_in_warp(contexts.node, TraceStep::kEntered);
     if (arch::lane_idx() == 0) *flag = ok;
   }

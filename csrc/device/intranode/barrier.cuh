@@ -16,7 +16,7 @@ DC_DEVICE void barrier(const BarrierArgs& args) {
   const Context context{args.world, Kernel::kBarrier, current_generation(args.world)};
   note_in_block(context, TraceStep::kBegun);
   announce_arrival(context, args.signature);
-  if (await_arrivals(context, Stage::kEntryBarrier, args.signature)) {
+  if (await_all_entered(context, Stage::kEntryBarrier, args.signature)) {
     note_in_warp(context, TraceStep::kEntered);
   }
   // Every lane has read the generation.

@@ -119,7 +119,7 @@ DC_DEVICE bool await_output(const Context& context, const DispatchArgs& args, in
   return ok;
 }
 
-// What `peer` announced in a notify of that generation. Valid from await_arrivals of the notify
+// What `peer` announced in a notify of that generation. Valid from await_all_entered of the notify
 // until its dispatch is done. The line of arrival does not serve: a peer that has entered a later
 // dispatch may have overwritten it.
 DC_DEVICE OutputWords words_of_notify(const World& world, int peer, uint32_t generation) {

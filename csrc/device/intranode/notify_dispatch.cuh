@@ -31,7 +31,7 @@
 //        expert_counts · as counts, with expansion only; read by the last block alone
 // after  all ranks have entered this kernel, hence finished their earlier ones: rings and announced
 //        outputs are free
-// waits  await_arrivals, unblocked by every peer's announce_arrival
+// waits  await_all_entered, unblocked by every peer's announce_arrival
 // errors an index outside [-1, E) counts as -1, never indexes memory, and is reported on all ranks
 #pragma once
 
@@ -386,7 +386,7 @@ DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, N
   arch::sync_block();  // the block's counts before the arrivals that release them
   announce_arrival(context, signature);
   if (arch::warp_idx() == 0) {
-    const bool ok = await_arrivals(context, Stage::kCounts, signature);
+    const bool ok = await_all_entered(context, Stage::kCounts, signature);
     if (arch::lane_idx() == 0) smem->has_arrived = ok;
     if (ok) note_in_warp(context, TraceStep::kEntered);
   }

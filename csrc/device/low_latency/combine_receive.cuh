@@ -172,7 +172,7 @@ DC_DEVICE bool add_topk_rows(const Context& context, const LowLatencyCombineArgs
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
         if (!arrivals.is_wanted(step)) continue;
-        add_weighted(sum, arrivals.vecs[step], weights[first + step]);
+        Type::add_weighted(sum, arrivals.vecs[step], weights[first + step]);
         arrivals.clear(step);
       }
     }

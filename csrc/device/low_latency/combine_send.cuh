@@ -198,16 +198,9 @@ DC_DEVICE void send_piece(uint8_t* row, int column, Vec16 vec) {
   for (int word = 0; word < 4; ++word) {
     if (vec.words[word] == 0) vec.words[word] = 0x80008000u;
   }
-  // pairs with: take_arrival in add_ranks and add_topk_rows — nothing but the words themselves.
+  // pairs with: await_arrivals in add_ranks and add_topk_rows, and take_arrival in the rail's add_rows —
+  // nothing but the words themselves.
   arch::st_relaxed_sys(reinterpret_cast<Vec16*>(row) + column, vec);
-}
-
-DC_DEVICE void add_weighted(float* sum, const Vec16& vec, float weight) {
-  DC_UNROLL
-  for (int word = 0; word < 4; ++word) {
-    sum[2 * word] += arch::multiply(weight, bit_cast<float>(vec.words[word] << 16));
-    sum[2 * word + 1] += arch::multiply(weight, bit_cast<float>(vec.words[word] & 0xffff0000u));
-  }
 }
 
 // Adds weight * row over a task's rows, k ascending: kVecs vectors of 16 bytes from `column` on.
@@ -237,7 +230,8 @@ DC_DEVICE void sum_rows(const LowLatencyCombineArgs& args, const Memory& memory,
       if (first + step >= num_rows) continue;
       DC_UNROLL
       for (int vec = 0; vec < kVecs; ++vec) {
-        add_weighted(sum + vec * kPerVec, vecs[step][vec], weights[first + step]);
+        Numeric<Dtype::kBfloat16>::add_weighted(sum + vec * kPerVec, vecs[step][vec],
+                                                weights[first + step]);
       }
     }
   }
@@ -272,7 +266,7 @@ DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyBuff
     sum_rows<kVecs>(args, memory, warp, column, sum);
     if constexpr (kLogFmt) {
       const LogPiece piece = LogPiece::encode(sum);
-      // pairs with: take_arrival in add_ranks — nothing but the words themselves.
+      // pairs with: take_arrival in add_log_ranks — nothing but the words themselves.
       arch::st_relaxed_sys(log_codes(row, column / kVecs), piece.codes);
       arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs), piece.last[0]);
       arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs) + 1, piece.last[1]);

@@ -52,7 +52,8 @@ DC_DEVICE void copy_stage(const LowLatencyDispatchArgs& args, const LowLatencyBu
   const LowLatencyShape& shape = args.shape;
   if (((memory.masks[0] & memory.active) >> peer & 1u) == 0) return;
   uint8_t* slot = buffer.slot(peer, world.rank, share.begin);
-  // pairs with: take_arrival in expand_rows and expand_scales — nothing but the words themselves.
+  // pairs with: await_arrivals in expand_rows, take_arrival in expand_scales — nothing but the words
+  // themselves. Between nodes these are staged, and the put says whom it pairs with.
   const auto copy = [&](uint32_t offset, uint32_t num_bytes) {
     arch::bulk_store(slot + offset, memory.stage + offset, num_bytes);
   };

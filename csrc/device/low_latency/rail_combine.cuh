@@ -344,7 +344,7 @@ struct ReturnedPiece {
       for (int element = 0; element < LogPiece::kElements; ++element)
         sum[element] += values[element];
     } else if constexpr (kRows == CombineRows::kSelections) {
-      add_weighted(sum, vec, weight);
+      Numeric<Dtype::kBfloat16>::add_weighted(sum, vec, weight);
     } else {
       Numeric<Dtype::kBfloat16>::add(sum, vec);
     }

@@ -46,7 +46,7 @@ DC_DEVICE_COLD void store_bytes(uint8_t* dst, Vec16 vec, int num_bytes) {
   }
 }
 
-// Vector v of input of num_bytes bytes, which nobody writes during this kernel. v may lie behind it.
+// Vector v of input of num_bytes bytes, which nobody writes during this kernel.
 DC_DEVICE Vec16 load_input(const uint8_t* input, int64_t num_bytes, int64_t v) {
   const int64_t offset = v * static_cast<int64_t>(sizeof(Vec16)), rest = num_bytes - offset;
   const uint8_t* src = input + offset;

@@ -47,7 +47,7 @@ struct Piece<PayloadFormat::kBfloat16> {
     }
   }
   DC_DEVICE void send(uint8_t* slot, int /*row_bytes*/, int piece) const {
-    // pairs with: take_arrival in expand_rows — nothing but the words themselves.
+    // pairs with: await_arrivals in expand_rows — nothing but the words themselves.
     arch::st_relaxed_sys(reinterpret_cast<Vec16*>(slot) + piece, vec);
   }
   // Into a slot in shared memory.
@@ -147,7 +147,8 @@ struct Piece<PayloadFormat::kFp8> {
     }
   }
   DC_DEVICE void send(uint8_t* slot, int row_bytes, int piece) const {
-    // pairs with: take_arrival in expand_rows and expand_scales — nothing but the words themselves.
+    // pairs with: await_arrivals in expand_rows, take_arrival in expand_scales — nothing but the words
+    // themselves. Between nodes these are staged, and the put says whom it pairs with.
     arch::st_relaxed_sys(reinterpret_cast<Vec16*>(slot) + piece, vec);
     if (piece % kLanesPerScale == 0) {
       arch::st_relaxed_sys(reinterpret_cast<float*>(slot + row_bytes) + piece / kLanesPerScale,

@@ -91,7 +91,8 @@ struct Piece<PayloadFormat::kNvFp4> {
     scales = (pair | other << 16) ^ kScaleKey;
   }
   DC_DEVICE void send(uint8_t* slot, int row_bytes, int piece) const {
-    // pairs with: take_arrival in expand_rows and expand_scales — nothing but the words themselves.
+    // pairs with: await_arrivals in expand_rows, take_arrival in expand_scales — nothing but the words
+    // themselves. Between nodes these are staged, and the put says whom it pairs with.
     arch::st_relaxed_sys(reinterpret_cast<Vec16*>(slot) + piece, vec);
     if (piece % kLanesPerWord == 0) {
       arch::st_relaxed_sys(reinterpret_cast<uint32_t*>(slot + row_bytes) + piece / kLanesPerWord,

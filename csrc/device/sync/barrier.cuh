@@ -40,7 +40,7 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature) {
   const World& world = context.world;
   const int peer = arch::thread_idx();
   if (!world.takes_part(peer)) return;
-  // pairs with: await_arrivals at every peer — everything this rank wrote before, including counts
+  // pairs with: await_all_entered at every peer — everything this rank wrote before, including counts
   arch::st_release_sys(world.arrived(peer, world.rank),
                        Tagged::pack(context.generation, signature));
 }
@@ -143,7 +143,7 @@ DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch,
 
 // Waits until every rank that is not absent has entered this generation. The whole warp calls it.
 // The result is uniform.
-DC_DEVICE bool await_arrivals(const Context& context, Stage stage, uint32_t signature) {
+DC_DEVICE bool await_all_entered(const Context& context, Stage stage, uint32_t signature) {
   const World& world = context.world;
   const int peer = arch::lane_idx();
   bool ok = true;

@@ -377,7 +377,8 @@ DC_DEVICE void gather_parts(const CollectiveCall& call, const PartTaker& taker) 
 
 // Warp 0 of a block that pushes.
 DC_DEVICE void enter(const CollectiveCall& call) {
-  const bool has_entered = await_arrivals(call.context, Stage::kEntryBarrier, call.args.signature);
+  const bool has_entered =
+      await_all_entered(call.context, Stage::kEntryBarrier, call.args.signature);
   if (has_entered) note_in_warp(call.context, TraceStep::kEntered);
   if (arch::lane_idx() == 0) call.entry->has_entered = has_entered;
   arch::sync_named(kEnteredBarrier, (1 + call.args.roles.num_push_warps) * kWarpSize);

@@ -1,8 +1,8 @@
 // begin_matmul, push, await_push, add_slots, end_matmul: what surrounds matrix products whose rows come
 // from peers or go to them. The products are libraries' or Triton's.
 //
-// grid   begin, await, end: one warp. push: one block. add_slots: blocks that deal out parts of kMaxThreads
-//        vectors
+// grid   begin, await, end: one warp. push: one block. add_slots: the warps of all blocks deal out parts
+//        of 128 vectors
 // words  arrived    operation entered, as at the entry of every kernel
 //        word       the peer's, of symmetric memory: the sequence of the last push to it
 //        sequence   of this rank: products begun. A push copies it, so that a CUDA graph can be
@@ -27,7 +27,7 @@ DC_DEVICE void begin_matmul(const MatmulArgs& args) {
   const Context context{args.world, Kernel::kMatmul, current_generation(args.world)};
   note_in_block(context, TraceStep::kBegun);
   announce_arrival(context, args.signature);
-  const bool ok = await_arrivals(context, Stage::kEntryBarrier, args.signature);
+  const bool ok = await_all_entered(context, Stage::kEntryBarrier, args.signature);
   if (ok) note_in_warp(context, TraceStep::kEntered);
   if (arch::lane_idx() == 0) {
     arch::st_weak(args.sequence, arch::ld_weak(args.sequence) + 1);

@@ -110,7 +110,7 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         return self.dispatch_b()
 
     def dispatch_a(self, hidden_states: Tensor, topk_output: Any) -> None:
-        self._advance(Stage.READY, Stage.DISPATCH_SENT)
+        self._require(Stage.READY, Stage.DISPATCH_SENT)
         topk_ids = topk_output.topk_ids.to(torch.int64)
         topk_weights = topk_output.topk_weights
         mode = self.deepep_mode.resolve(self._is_extend_in_batch())
@@ -119,9 +119,11 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
             self._pending = self._send_low_latency(hidden_states, topk_ids, topk_weights)
         else:
             self._pending = self._send_normal(hidden_states, topk_ids, topk_weights)
+        self._stage = Stage.DISPATCH_SENT
 
     def dispatch_b(self) -> Any:
-        self._advance(Stage.DISPATCH_SENT, Stage.DISPATCHED)
+        self._require(Stage.DISPATCH_SENT, Stage.DISPATCHED)
+        self._stage = Stage.DISPATCHED
         pending, self._pending = self._pending, ()
         if self._is_low_latency:
             return self._receive_low_latency(*pending)
@@ -132,9 +134,8 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         return self.combine_b()
 
     def combine_a(self, combine_input: Any) -> None:
-        self._advance(Stage.DISPATCHED, Stage.COMBINE_SENT)
+        self._require(Stage.DISPATCHED, Stage.COMBINE_SENT)
         hidden_states, topk_ids, topk_weights = combine_input[:3]
-        handle, self._handle = self._handle, None
         if self._is_low_latency:
             if self.overlap_args is not None:
                 raise UnsupportedError(
@@ -143,17 +144,19 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
                     "--enable-single-batch-overlap"
                 )
             self._pending = self.buffer.low_latency_combine(
-                hidden_states, topk_ids, topk_weights, handle,
+                hidden_states, topk_ids, topk_weights, self._handle,
                 async_finish=not self.return_recv_hook, return_recv_hook=self.return_recv_hook,
             )  # fmt: skip
-            return
-        combined, _, event = self.buffer.combine(
-            hidden_states, handle, async_finish=self.async_finish,
-        )  # fmt: skip
-        self._pending = (combined, event, None)
+        else:
+            combined, _, event = self.buffer.combine(
+                hidden_states, self._handle, async_finish=self.async_finish,
+            )  # fmt: skip
+            self._pending = (combined, event, None)
+        self._handle, self._stage = None, Stage.COMBINE_SENT
 
     def combine_b(self) -> Tensor:
-        self._advance(Stage.COMBINE_SENT, Stage.READY)
+        self._require(Stage.COMBINE_SENT, Stage.READY)
+        self._stage = Stage.READY
         (combined, event, hook), self._pending = self._pending, ()
         _finish(event, hook)
         assert isinstance(combined, Tensor)
@@ -172,12 +175,12 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         self._hooks[handle.id] = hook
         return handle
 
-    def _advance(self, wanted: Stage, following: Stage) -> None:
+    def _require(self, wanted: Stage, following: Stage) -> None:
+        """A call that is refused changes no stage."""
         if self._stage is not wanted:
             raise ArgumentError(
                 following.value, None, f"must follow {wanted.value}, not {self._stage.value}"
             )
-        self._stage = following
 
     # ---- normal mode ---------------------------------------------------------------------------
 

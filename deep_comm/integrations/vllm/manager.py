@@ -16,6 +16,7 @@ from deep_comm import log
 from deep_comm.compat.elastic_sizes import topology_of
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.integrations.vllm import interface as vllm
+from deep_comm.integrations.vllm.normal import destroy_decode_buffers
 from deep_comm.ranks.topology import Topology
 
 _DEFAULT_MEBIBYTES = 1024
@@ -93,6 +94,7 @@ class DeepCommAll2AllManager(vllm.All2AllManagerBase, abc.ABC):  # type: ignore[
         """Waits for no peer."""
         with self._lock:
             for buffer in list(self._buffers.values()):
+                destroy_decode_buffers(buffer)
                 buffer.destroy()
             self._buffers.clear()
 

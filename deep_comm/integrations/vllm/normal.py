@@ -289,16 +289,19 @@ class NormalPrepareFinalize(PrepareFinalize):
         return receive
 
 
-# Held by the layers that use them.
-_decode_buffers: weakref.WeakValueDictionary[Any, deep_comm.Buffer] = weakref.WeakValueDictionary()
+# By the Buffer beside them. They are held by the layers that use them.
+_decode_buffers: weakref.WeakKeyDictionary[
+    deep_comm.Buffer, weakref.WeakValueDictionary[tuple[int, int], deep_comm.Buffer]
+] = weakref.WeakKeyDictionary()
 
 
 def decode_buffer(
     beside: deep_comm.Buffer, num_tokens: int, hidden: int, num_experts: int
 ) -> deep_comm.Buffer:
     """A Buffer of the same ranks for decoding steps of these sizes. Collective when it is made."""
-    key = (id(beside), num_tokens, hidden)
-    buffer = _decode_buffers.get(key)
+    made = _decode_buffers.setdefault(beside, weakref.WeakValueDictionary())
+    key = (num_tokens, hidden)
+    buffer = made.get(key)
     if buffer is None:
         num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
             num_tokens, hidden, beside.group_size, num_experts,
@@ -308,8 +311,14 @@ def decode_buffer(
             buffer = deep_comm.Buffer(
                 beside.group, 0, num_bytes, low_latency_mode=True, device=beside.device
             )
-        _decode_buffers[key] = buffer
+        made[key] = buffer
     return buffer
+
+
+def destroy_decode_buffers(beside: deep_comm.Buffer) -> None:
+    """Of the layers over this Buffer. Waits for no peer."""
+    for buffer in list(_decode_buffers.pop(beside, {}).values()):
+        buffer.destroy()
 
 
 def has_one_scale(quant_config: Any) -> bool:

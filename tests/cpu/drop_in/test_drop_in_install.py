@@ -90,3 +90,15 @@ for command in ("install", "uninstall"):
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 1 and str(tmp_path) in done.stderr
+
+
+def test_modules_are_attributes_without_an_import_of_their_own() -> None:
+    """As DeepEP's package imports them itself."""
+    code = """
+import deep_ep
+for name in ("_C", "buffer", "buffers.elastic", "buffers.legacy", "utils.envs", "utils.event"):
+    found = deep_ep
+    for part in name.split("."):
+        found = getattr(found, part)
+"""
+    run(code, env={**os.environ, "PYTHONPATH": path_of_the_drop_in()})

@@ -188,6 +188,12 @@ def test_stages_hooks_and_what_is_not_offered(group, /) -> None:
     dispatcher.set_overlap_args(SimpleNamespace(overlap=True), {"block_m": 64})
     with pytest.raises(UnsupportedError, match="overlap"):
         dispatcher.combine(run_experts(output, 0))
+    # A call that was refused can be made again, and so can those after it.
+    dispatcher.set_overlap_args(None, None)
+    dispatcher.combine(run_experts(output, 0))
+    with pytest.raises(errors.ArgumentError, match="^topk_idx "):
+        dispatcher.dispatch_a(x, topk_output(ids[:2], weights))
+    dispatcher.combine(run_experts(dispatcher.dispatch(x, topk_output(ids, weights)), 0))
     with pytest.raises(errors.ArgumentError, match="num_experts"):
         adapter.DeepCommDispatcher(group, 4)
 

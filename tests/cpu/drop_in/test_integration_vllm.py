@@ -332,6 +332,11 @@ def test_rows_with_one_scale_for_all_have_zeros_behind_them(
                 torch.ones(2 * most, 2), torch.zeros(2 * most, 2, dtype=torch.int64), False,
                 TopKWeightAndReduceDelegate(),
             )  # fmt: skip
+        decodes = made.decode_buffer
+        assert decodes is not made.buffer and decodes.runtime is not None
+        group.barrier()
+        manager.destroy()  # with the Buffer that decoding made
+        assert decodes.runtime is None
 
     local.run(fn, 2, timeout_s=60)
 

@@ -1,10 +1,14 @@
 """tools/test_gpus on folders of small tests: what it deals to its lanes, and what it says."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,3 +80,23 @@ def test_a_file_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
 def test_time_for_no_test_is_a_failure(tmp_path: Path) -> None:
     done, _ = run(tmp_path, {"test_good.py": WELL}, "--limit", "0.01")
     assert done.returncode == 1 and "no lane has come to a list of its tests" in done.stdout
+
+
+def test_an_interrupted_run_leaves_no_lane_behind(tmp_path: Path) -> None:
+    """Lanes are sessions of their own, which Ctrl-C does not reach."""
+    tests, out, pid = tmp_path / "tests", tmp_path / "out", tmp_path / "pid"
+    tests.mkdir()
+    (tests / "test_slow.py").write_text(
+        "import os, pathlib, time\ndef test_slow():\n"
+        f"    pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, str(ROOT / "tools" / "test_gpus"), "--tests", str(tests)]
+    tool = subprocess.Popen([*command, "--out", str(out), "--lanes", "1"], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    lane = int(pid.read_text())
+    tool.send_signal(signal.SIGINT)
+    tool.communicate(timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(lane, 0)

@@ -127,6 +127,30 @@ def test_a_time_out_tells_where_each_block_was(tmp_path: Path, monkeypatch: Any)
         (recording,) = trace.load([path])
         assert recording.rank == rank
         assert {"begun", "gave_up"} <= {e.step for e in recording.of_call("combine", 3)}
+    # Their Buffers have left a file at their end, too. In the folder that of the time-out counts.
+    recordings = trace.load([tmp_path / "traces"])
+    assert [recording.rank for recording in recordings] == [0, 1, 2]
+    for recording in (recordings[0], recordings[2]):
+        assert "gave_up" in {e.step for e in recording.of_call("combine", 3)}
+    with pytest.raises(errors.ArgumentError, match="must not both be named"):
+        trace.load([path, path.with_name(path.name.removeprefix("timeout-"))])
+
+
+def test_a_trace_that_cannot_be_written_hides_nothing(
+    tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DEEP_COMM_TRACE_DIR", str(tmp_path / "file" / "traces"))
+
+    def main(group: Any) -> None:
+        with (
+            pytest.raises(ValueError, match="the cause"),
+            deep_comm.Buffer(group, 1 << 20, device="cpu", trace=2),
+        ):
+            raise ValueError("the cause")
+
+    local.run(main, 1)
+    assert "the trace of rank 0 is not written" in caplog.text
 
 
 def test_reset_begins_anew() -> None:

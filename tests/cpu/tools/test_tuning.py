@@ -117,8 +117,10 @@ def test_measurements_go_before_the_model_for_rows_like_theirs() -> None:
 def test_files_keep_what_other_machines_measured(tune_file: Path) -> None:
     tuning.store(tune_file, "host target x 2", "today", [entry("dispatch", 128, 3)])
     tuning.store(tune_file, "another x 8", "today", [entry("dispatch", 128, 30)])
+    tuning.store(tune_file, "host target x 2", "later", [entry("combine", 256, 4)])
     tuning.store(tune_file, "host target x 2", "later", [entry("dispatch", 128, 5)])
-    assert tuning.read(CPU, 2) == [entry("dispatch", 128, 5)]
+    # Rows of other sizes, and other operations, keep theirs.
+    assert tuning.read(CPU, 2) == [entry("combine", 256, 4), entry("dispatch", 128, 5)]
     assert tuning.read(CPU, 3) == []
     machines = json.loads(tune_file.read_text())["machines"]
     assert machines["another x 8"]["entries"][0]["num_sms"] == 30

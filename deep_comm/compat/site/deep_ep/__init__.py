@@ -11,7 +11,7 @@ from deep_comm.compat.elastic import (
     get_physical_domain_size,
 )
 from deep_comm.compat.legacy import Buffer, topk_idx_t
-from deep_ep import buffers, utils
+from deep_ep import _C, buffer, buffers, utils  # noqa: F401 - attributes without an own import
 
 # The newest release whose names are all here, and who offers them.
 __version__ = f"2.1.0+deep.comm.{_deep_comm.__version__}"
