@@ -15,7 +15,6 @@ from deep_comm.settings.buffer import RING_BYTES
 # (int64), top-k weights and scales (4 bytes) of up to this many columns each.
 _HINT_COLUMNS = 128
 _SLOT_METADATA_BYTES = 8 + _HINT_COLUMNS * (8 + 4 + 4)
-_ALIGNMENT = 128
 
 # What the hint of the receive region allows for: see get_nvl_buffer_size_hint. Rows of a dispatch
 # live until their combine, whose rows need room as well.
@@ -133,7 +132,7 @@ class Config:
         num_rows = math.ceil(num_tokens * num_ranks * min(1.0, _IMBALANCE * spread))
         region = _USES * num_rows * (hidden_bytes + _ROW_METADATA_BYTES)
         # From twice RING_BYTES on a Buffer makes all but RING_BYTES its receive region.
-        return max(rings, _align(RING_BYTES + max(RING_BYTES, region)))
+        return max(rings, integers.round_up(RING_BYTES + max(RING_BYTES, region)))
 
     def ring_bytes(
         self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
@@ -150,7 +149,7 @@ class Config:
         words_per_pair = (2 * num_nodes + 3) * 4  # of SMs
         slot_bytes = integers.require("hidden_bytes", hidden_bytes, 1) + _SLOT_METADATA_BYTES
         per_pair = words_per_pair + 2 * self.num_slots * slot_bytes
-        return _align(-(-self.num_channels // 2) * num_local * per_pair)
+        return integers.round_up(-(-self.num_channels // 2) * num_local * per_pair)
 
     def get_rdma_buffer_size_hint(
         self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
@@ -169,7 +168,7 @@ class Config:
         words_per_ring = (MAX_RANKS_PER_NODE * 2 + 2) * 4
         slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES + 16
         per_ring = words_per_ring + self.num_max_rdma_chunked_recv_tokens * slot_bytes
-        return _align(self.num_channels * num_nodes * per_ring)
+        return integers.round_up(self.num_channels * num_nodes * per_ring)
 
 
 def _split_ranks(num_ranks: int, ranks_per_node: int | None) -> tuple[int, int]:
@@ -185,10 +184,6 @@ def _split_ranks(num_ranks: int, ranks_per_node: int | None) -> tuple[int, int]:
             "num_ranks", num_ranks, f"must be a multiple of {ranks_per_node} beyond one node"
         )
     return min(num_ranks, ranks_per_node), max(num_ranks // ranks_per_node, 1)
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 # ranks, up to the next size -> (nvl send, nvl recv, rdma send, rdma recv). The values for 2, 4, 8,

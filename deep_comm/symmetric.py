@@ -27,16 +27,11 @@ from deep_comm.settings.buffer import Settings
 
 __all__ = ["SymmetricMemory", "SymmetricTensor", "Words"]
 
-_LINE = 128  # bytes; tensors begin at multiples
 _WORD = 8
 _MOST_RANKS = 8
 WORDS_OF_RANK = 64
 """Of ``SymmetricMemory.progress``, for each rank."""
 _NUM_PROGRESS = 2 * _MOST_RANKS * WORDS_OF_RANK + 2
-
-
-def _whole_lines(num_bytes: int) -> int:
-    return -(-num_bytes // _LINE) * _LINE
 
 
 class SymmetricMemory:
@@ -118,9 +113,11 @@ class SymmetricMemory:
             raise ArgumentError("multicast", repr(multicast), "must be True or False")
         if num_sms is not None:
             integers.require("num_sms", num_sms, 1)
-        staging = _whole_lines(staging_bytes)
+        staging = integers.round_up(staging_bytes)
         settings = Settings(
-            num_nvl_bytes=(staging + _whole_lines(_NUM_PROGRESS * _WORD) + _whole_lines(num_bytes)),
+            num_nvl_bytes=(
+                staging + integers.round_up(_NUM_PROGRESS * _WORD) + integers.round_up(num_bytes)
+            ),
             num_direct_bytes=0,
             num_max_experts=1,
             ranks_per_node=None,
@@ -156,9 +153,9 @@ class SymmetricMemory:
         calls.set_staging(
             offset=begin, num_bytes=staging, multicast=self._context.heap.multicast_base
         )
-        self._begin = begin + staging + _whole_lines(_NUM_PROGRESS * _WORD)
+        self._begin = begin + staging + integers.round_up(_NUM_PROGRESS * _WORD)
         self._next = self._begin
-        self._end = self._begin + _whole_lines(num_bytes)
+        self._end = self._begin + integers.round_up(num_bytes)
         self.progress = SymmetricTensor(
             self._context, begin + staging, (_NUM_PROGRESS,), torch.int64
         )
@@ -214,7 +211,7 @@ class SymmetricMemory:
             raise BufferTooSmall(
                 self.num_bytes, used + num_bytes, f"{num_bytes} bytes more", "num_bytes"
             )
-        self._next += _whole_lines(num_bytes)
+        self._next += integers.round_up(num_bytes)
         return offset
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:

@@ -20,6 +20,7 @@ from deep_comm.bench.payload import same_bits
 from deep_comm.bench.workload import Volume, mean_volume
 from deep_comm.reference import low_latency as reference_low_latency
 from deep_comm.settings.checks import SCALE_BLOCK
+from deep_comm.settings.integers import round_up
 
 Call = Callable[[int], Any]
 """By input."""
@@ -212,7 +213,7 @@ class NormalCalls:
             back_bytes += 4 * shape.num_topk
         back = mean_volume(shape, back_bytes)
         if name.startswith("combine"):
-            return back, _lines(back_bytes)
+            return back, round_up(back_bytes)
         # New routing sends source index, expert indices (int64) and weights beside each row.
         beside_bytes = 4 if is_cached else 4 + shape.num_topk * (8 + 4)
         travels = dataclasses.replace(shape, dtype="fp8") if "cast" in name else shape
@@ -224,12 +225,8 @@ class NormalCalls:
         scale_bytes = 4 * travels.num_scales
         row_bytes = travels.row_bytes - scale_bytes
         if self._has_rail_rings:
-            return there, _lines(row_bytes + -(-(scale_bytes + 8) // 16) * 16)
-        return there, _lines(scale_bytes + 4 + 4 * self._ranks_per_node) + _lines(row_bytes)
-
-
-def _lines(num_bytes: int) -> int:
-    return -(-num_bytes // 128) * 128
+            return there, round_up(row_bytes + round_up(scale_bytes + 8, 16))
+        return there, round_up(scale_bytes + 4 + 4 * self._ranks_per_node) + round_up(row_bytes)
 
 
 def mode_of(buffer: Buffer, rows: Any) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm.compat.elastic_sizes import align
 from deep_comm.compat.ep_handle import AnyHandle, EPHandle
 from deep_comm.compat.expand import (
     Expansion,
@@ -24,7 +23,7 @@ from deep_comm.compat.section import Section
 from deep_comm.errors import HandleMismatch
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.ranks.topology import num_local_experts
-from deep_comm.settings import checks
+from deep_comm.settings import checks, integers
 
 Payload = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[Payload, Tensor | None, Tensor | None, EPHandle, EventOverlap]
@@ -172,7 +171,9 @@ class ElasticCalls:
                 "topk_weights", list(topk_weights.shape),
                 f"must have the handle's {handle.topk_idx.shape[1]} columns",
             )  # fmt: skip
-        rows = topk_weights.new_zeros(num_tokens, align(num_topk, _FLOATS_OF_ROW_ALIGNMENT))
+        rows = topk_weights.new_zeros(
+            num_tokens, integers.round_up(num_topk, _FLOATS_OF_ROW_ALIGNMENT)
+        )
         rows[:, :num_topk] = topk_weights
         received = self._buffer.dispatch(rows, handle=handle.compact)[0]
         assert isinstance(received, Tensor)
@@ -335,7 +336,7 @@ def tensors(*values: Any) -> list[Tensor]:
 def _column_major(sf: Tensor) -> Tensor:
     """[rows, S] with strides (1, rows rounded up to 4)."""
     num_rows, num_columns = sf.shape
-    storage = sf.new_empty(num_columns, align(num_rows, _SCALE_ROW_ALIGNMENT))
+    storage = sf.new_empty(num_columns, integers.round_up(num_rows, _SCALE_ROW_ALIGNMENT))
     out = storage.t()[:num_rows]
     out.copy_(sf)
     return out

@@ -13,16 +13,13 @@ from deep_comm.ranks.topology import (
     Topology,
     requested_ranks_per_node,
 )
+from deep_comm.settings import integers
 from deep_comm.settings.buffer import RING_BYTES
 from deep_comm.tuning import DEFAULT_NUM_SMS, RECOMMENDED
 
 _SIZE_ALIGNMENT = 2 << 20
 _RAIL_ALIGNMENT = 128
 _ROW_BYTES = 16
-
-
-def align(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment
 
 
 def topology_of(group: Any, timeout_s: float | None = None) -> Topology:
@@ -73,7 +70,7 @@ def size_hint(
     for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
         if value < 1:
             raise ArgumentError(name, value, "must be at least 1 (or give num_bytes)")
-    scales = align(-(-hidden // 128) * 4, _ROW_BYTES) if use_fp8_dispatch else 0
+    scales = integers.round_up(-(-hidden // 128) * 4, _ROW_BYTES) if use_fp8_dispatch else 0
     row_bytes = hidden + scales if use_fp8_dispatch else 2 * hidden
     metadata_bytes = 12 * num_topk + 4
     num_sent = max(float(num_ranks), IMBALANCE * num_topk)  # of a token
@@ -89,7 +86,7 @@ def size_hint(
         # Combine's rows are bfloat16, whatever dispatch's are.
         rings = ring_bytes(Topology(num_ranks, ranks_per_node), 2 * hidden)
         num_bytes = max(num_bytes, sum(rings))
-    return align(num_bytes, _SIZE_ALIGNMENT)
+    return integers.round_up(num_bytes, _SIZE_ALIGNMENT)
 
 
 def shared_out(num_bytes: int, topology: Topology, hidden: int) -> tuple[int, int]:
@@ -98,5 +95,5 @@ def shared_out(num_bytes: int, topology: Topology, hidden: int) -> tuple[int, in
     if topology.num_nodes == 1:
         return num_bytes, 0
     inside, between = ring_bytes(topology, 2 * (hidden or 4096))
-    rail = align(num_bytes * between // (inside + between), _RAIL_ALIGNMENT)
+    rail = integers.round_up(num_bytes * between // (inside + between), _RAIL_ALIGNMENT)
     return num_bytes - rail, rail

@@ -14,6 +14,7 @@ from deep_comm.buffer import Buffer
 from deep_comm.compat import expand
 from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.handle import Expansion, Handle, InternodeHandle
+from deep_comm.settings import integers
 
 AnyHandle = Handle | InternodeHandle
 
@@ -85,7 +86,7 @@ class EPHandle:
         self.num_recv_tokens = num_recv
         alignment = expert_alignment
         self.num_recv_tokens_per_expert_list = [
-            -(-count // alignment) * alignment for count in counts or []
+            integers.round_up(count, alignment) for count in counts or []
         ]
         if expansion is not None:
             self.num_expanded_tokens = expansion.num_rows

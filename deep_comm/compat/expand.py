@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deep_comm.settings import integers
+
 _REDUCE_ROWS = 8192  # rows whose float32 sums exist at a time
 
 
@@ -67,7 +69,7 @@ def slots(recv_topk_idx: Tensor, counts: Tensor, alignment: int) -> Tensor:
 def num_rows_bound(num_recv: int, num_topk: int, num_local: int, alignment: int) -> int:
     """P that serves any routing of ``num_recv`` rows."""
     rows = num_recv * min(num_topk, num_local) + (alignment - 1) * num_local
-    return -(-rows // alignment) * alignment
+    return integers.round_up(rows, alignment)
 
 
 class Expansion:

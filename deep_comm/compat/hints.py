@@ -11,7 +11,7 @@ from deep_comm.compat.elastic_sizes import ring_bytes
 from deep_comm.context.low_latency_region import region_bytes
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import Topology, discover, host_identity, requested_ranks_per_node
-from deep_comm.settings import env
+from deep_comm.settings import env, integers
 
 _ALIGNMENT = 128
 Shape = tuple[int, int, int]  # ranks, tokens per rank, hidden
@@ -28,9 +28,9 @@ def low_latency_bytes(num_max_tokens: int, hidden: int, num_ranks: int, num_expe
     combine_bytes = 2 * hidden + hidden // 128 * 4
     send = max(num_max_tokens * dispatch_bytes, num_experts * num_max_tokens * combine_bytes)
     receive = num_experts * num_max_tokens * max(dispatch_bytes, combine_bytes)
-    signals = -(-4 * num_experts // _ALIGNMENT) * _ALIGNMENT
+    signals = integers.round_up(4 * num_experts, _ALIGNMENT)
     total = 2 * (send + receive + signals)
-    total = (total + _ALIGNMENT) // _ALIGNMENT * _ALIGNMENT
+    total = integers.round_up(total + 1, _ALIGNMENT)  # DeepEP's adds some always
     _hinted.setdefault(total, set()).add((num_ranks, num_max_tokens, hidden))
     return total
 

@@ -18,6 +18,7 @@ from deep_comm.context.absent import Absence
 from deep_comm.context.failures import Failures
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.handle import Handle, InternodeHandle
+from deep_comm.log import logger
 from deep_comm.ranks import rail as rails
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import (
@@ -29,7 +30,7 @@ from deep_comm.ranks.topology import (
     require_supported,
     sharing_ranks,
 )
-from deep_comm.settings import env
+from deep_comm.settings import env, integers
 from deep_comm.settings.buffer import Settings
 
 if TYPE_CHECKING:
@@ -49,11 +50,6 @@ def release_at_exit(owner: Any) -> None:
 def _release_groups() -> None:
     for owner in list(_living):
         owner._release_group()
-
-
-def _rounded(num_bytes: int) -> int:
-    """Up to whole lines, as regions of the heap are."""
-    return -(-num_bytes // 128) * 128
 
 
 class Context:
@@ -138,9 +134,9 @@ class Context:
         self.workspace_bytes = _core.Engine.workspace_bytes(
             num_ranks=topology.ranks_per_node, num_max_experts=num_max_experts
         )
-        self.low_latency_bytes = _rounded(settings.low_latency_bytes)
+        self.low_latency_bytes = integers.round_up(settings.low_latency_bytes)
         self.num_rdma_bytes = settings.num_rdma_bytes if is_internode else 0
-        self.low_latency_end = self.workspace_bytes + _rounded(self.num_nvl_bytes)
+        self.low_latency_end = self.workspace_bytes + integers.round_up(self.num_nvl_bytes)
         self.low_latency_end += self.low_latency_bytes
         if not is_internode:
             return self.low_latency_end
@@ -153,7 +149,7 @@ class Context:
             ranks_per_node=topology.ranks_per_node,
             num_max_experts=num_max_experts,
         )
-        return self.low_latency_end + rail_words + _rounded(self.num_rdma_bytes)
+        return self.low_latency_end + rail_words + integers.round_up(self.num_rdma_bytes)
 
     def _create(self, settings: Settings) -> None:
         topology = self.topology
@@ -346,6 +342,13 @@ class Context:
         """Wait for this rank's kernels."""
         self.failures.synchronize()
 
+    def _leave_trace(self, trace_rings: Rings) -> None:
+        """What it is left for may be an error, which must not be hidden."""
+        try:
+            trace_rings.leave()
+        except OSError as failure:
+            logger.warning("the trace of rank %d is not written: %s", self.rank, failure)
+
     def close(self) -> None:
         """Free what this rank owns. Waits for its own kernels, which are bounded; for no peer."""
         if not self.is_open:
@@ -358,5 +361,5 @@ class Context:
             steps.callback(self.engine.close)
             steps.callback(self.native_calls.end_calls, was_destroyed=True)
             if self.trace_rings is not None:
-                steps.callback(self.trace_rings.leave)
+                steps.callback(self._leave_trace, self.trace_rings)
             steps.callback(self.synchronize)

@@ -23,7 +23,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_BLOCK = 128
 
 _SLOT_ALIGNMENT = 4  # masked grouped kernels want rows of scales to start at 16 bytes
-_ALIGNMENT = 128
 _MAX_SLOTS = 65535
 _MAX_TOPK = 64
 _DEVICE_RING_BYTES = 64 << 20
@@ -98,7 +97,7 @@ class MoEShape:
         """
         if not self.may_exceed:
             return self.decode_tokens
-        return -(-(self.decode_tokens + 1) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        return integers.round_up(self.decode_tokens + 1, _SLOT_ALIGNMENT)
 
     def num_balanced_rows(self, num_ranks: int) -> int:
         """Rows that a rank receives when all ranks have max_tokens and routing is uniform."""
@@ -144,7 +143,7 @@ def require_mode(mode: Any, shape: MoEShape) -> None:
 
 
 def _lines(num_bytes: float) -> int:
-    return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
+    return integers.round_up(math.ceil(num_bytes))
 
 
 def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
@@ -169,7 +168,7 @@ def rail_bytes(
     num_rows = min(shape.max_tokens, math.ceil(IMBALANCE * shape.num_sent_rows(num_nodes)))
     # Before a row: experts, weights, its source and places.
     before = 8 * shape.num_topk + 4 + 4 * (num_ranks // num_nodes)
-    slot = _lines(shape.sent_bytes) + _lines(before) + _ALIGNMENT
+    slot = _lines(shape.sent_bytes) + _lines(before) + integers.LINE
     return _lines(max(rings, 2 * (num_nodes - 1) * num_rows * slot))
 
 
@@ -179,7 +178,7 @@ def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
     num_rows = min(balanced * num_ranks, math.ceil(balanced * IMBALANCE))
     # Beside each row its expert, weight and source, and the rows of its token.
     beside = 8 + 4 + 4 + 4 * shape.num_topk
-    return _lines(_USES * (num_rows * (shape.sent_bytes + beside) + 8 * _ALIGNMENT))
+    return _lines(_USES * (num_rows * (shape.sent_bytes + beside) + 8 * integers.LINE))
 
 
 def tier_region_bytes(shape: MoEShape, num_ranks: int, num_nodes: int) -> int:
@@ -195,7 +194,7 @@ def tier_region_bytes(shape: MoEShape, num_ranks: int, num_nodes: int) -> int:
     num_sums = num_nodes * shape.num_sent_rows(num_nodes) + received * (per_node - 1) / per_node
     num_sums = num_sums * IMBALANCE + shape.max_tokens * min(shape.num_topk, num_nodes - 1)
     sums = math.ceil(num_sums) * _lines(shape.row_bytes + 4 * shape.num_topk)
-    return _lines(max(_USES * outputs, outputs + sums) + 8 * _USES * _ALIGNMENT)
+    return _lines(max(_USES * outputs, outputs + sums) + 8 * _USES * integers.LINE)
 
 
 def control_bytes(shape: MoEShape, num_ranks: int, num_nodes: int, decodes: bool) -> int:

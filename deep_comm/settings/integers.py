@@ -1,4 +1,4 @@
-"""The one check of numbers that callers pass."""
+"""The one check of numbers that callers pass, and how sizes are rounded up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ LARGEST = 2**31 - 1
 
 MOST_BYTES = 2**60
 """Of a Buffer: sums of a few such still fit into 64 bits."""
+
+
+LINE = 128
+"""Bytes: parts of a heap begin at multiples."""
+
+
+def round_up(value: int, multiple: int = LINE) -> int:
+    return -(-value // multiple) * multiple
 
 
 def require(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_comm.settings import integers
 from deep_comm.symmetric import WORDS_OF_RANK, SymmetricMemory
 from deep_comm.tp.collectives import digest_of, gather, reduce, scatter
 from deep_comm.tp.exchange import Exchange
@@ -185,7 +186,7 @@ def _gather_beside(
 def _chunk_rows(num_rows: int, row_bytes: int) -> int:
     """Multiples of a tile's rows; as many chunks as there are words at most."""
     wanted = max(_CHUNK_BYTES // max(row_bytes, 1), -(-num_rows // WORDS_OF_RANK), 1)
-    return -(-wanted // 128) * 128
+    return integers.round_up(wanted, 128)
 
 
 def _fused(
@@ -265,7 +266,7 @@ def _scatter_beside(
     rank, num_ranks = exchange.rank, exchange.num_ranks
     num_rows, columns = rows.x.shape[0] // num_ranks, weight.matrix.shape[1]
     size = num_rows * columns
-    padded = -(-size * weight.out_dtype.itemsize // 16) * 16 // weight.out_dtype.itemsize
+    padded = integers.round_up(size * weight.out_dtype.itemsize, 16) // weight.out_dtype.itemsize
     slots = exchange.staged(memory, (padded,), weight.out_dtype, "the product")
     exchange.begin(digest, method, columns, weight.out_dtype)
     out = rows.x.new_empty((num_rows, columns), dtype=weight.out_dtype)

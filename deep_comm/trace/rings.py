@@ -10,7 +10,6 @@ import torch
 
 from deep_comm import _core
 from deep_comm.errors import DeepCommError, PeerTimeout
-from deep_comm.log import logger
 from deep_comm.settings import env
 from deep_comm.trace.recording import TIMED_OUT, Event, Recording
 from deep_comm.trace.story import story
@@ -54,14 +53,8 @@ class Rings:
         events.sort(key=lambda event: event.time_ns)
         return Recording(self._rank, self._num_ranks, self._buffer, self._clock, events)
 
-    def leave(self) -> None:
-        """Write a file to DEEP_COMM_TRACE_DIR, if it is set. If that fails the program goes on."""
-        try:
-            self._save()
-        except OSError as failure:
-            logger.warning("the trace of rank %d is not written: %s", self._rank, failure)
-
-    def _save(self, prefix: str = "") -> Path | None:
+    def leave(self, prefix: str = "") -> Path | None:
+        """Write a file to DEEP_COMM_TRACE_DIR, if it is set. Raises OSError."""
         folder = env.TRACE_DIR.get()
         if folder is None:
             return None
@@ -74,7 +67,7 @@ class Rings:
         self._has_told = True
         error.story = story(self.read(), error.kernel)
         try:
-            path = self._save(TIMED_OUT)
+            path = self.leave(TIMED_OUT)
         except OSError as failure:
             error.story += f"\n(not written: {failure})"
         else:

@@ -21,6 +21,7 @@ from deep_comm.integrations.vllm.prepare_finalize import (
     PrepareFinalize,
     Step,
 )
+from deep_comm.settings import integers
 
 _SCALE_BLOCK = 128
 
@@ -78,7 +79,7 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
         """Whole blocks of 128 columns, of any number."""
-        return -(-hidden_size // _SCALE_BLOCK) * _SCALE_BLOCK
+        return integers.round_up(hidden_size, _SCALE_BLOCK)
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Scales as packed exponents, if the experts take them."""

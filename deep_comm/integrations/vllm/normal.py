@@ -22,7 +22,7 @@ from deep_comm.integrations.vllm.prepare_finalize import (
     Step,
 )
 from deep_comm.ranks.topology import first_expert
-from deep_comm.settings import env
+from deep_comm.settings import env, integers
 
 _ROW_BYTES = 16
 _MOST_UNCOUNTED = 512  # tokens of a rank: larger steps hide the wait behind what the GPU has to do
@@ -76,7 +76,7 @@ class NormalPrepareFinalize(PrepareFinalize):
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
         """Rows of any multiple of 16 bytes will do."""
         step = _ROW_BYTES // dtype.itemsize
-        return -(-hidden_size // step) * step
+        return integers.round_up(hidden_size, step)
 
     @property
     def activation_format(self) -> Any:
