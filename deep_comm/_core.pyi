@@ -235,7 +235,8 @@ class BufferCalls:
         """Where collectives stage: two parts of num_bytes, from the heap's base; and the address
         that stands for all heaps' bases, or 0."""
     def require_no_call(self) -> None:
-        """Raise UnsupportedError while another thread is in a call."""
+        """Raise UnsupportedError while another thread is in a call, or in a signal handler that
+        interrupts one."""
     has_pending: bool  # a dispatch has been sent, and not been received
     # of dispatch: calls with room in the region, and without; of combine; most bytes without room
     region_use: tuple[int, int, int, int, int]

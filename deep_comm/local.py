@@ -104,7 +104,10 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def raise_root_cause(errors: dict[int, BaseException]) -> None:
-    """Raise the error of one rank: one that is no mere consequence first, then the lowest rank."""
+    """Raise the error of one rank: one that is no mere consequence first, then the lowest rank.
+
+    ``errors`` is emptied: its owner's frame would keep the error, and the error that frame.
+    """
     if not errors:
         return
     rank, error = min(errors.items(), key=lambda item: (_is_consequence(item[1]), item[0]))
@@ -120,7 +123,7 @@ def raise_root_cause(errors: dict[int, BaseException]) -> None:
     try:
         raise error
     finally:
-        del error  # or it and the frames that it has passed keep each other
+        del error  # for the same reason
 
 
 def run_threads(

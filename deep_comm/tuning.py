@@ -189,9 +189,9 @@ def _read(
 
 
 def store(path: Path, key: str, date: str, entries: Sequence[Entry]) -> None:
-    """Replace what ``path`` says of one machine's calls with rows of these sizes; else as below."""
-    _replace(path, key, "entries", entries, lambda entry: (entry["operation"], entry["row_bytes"]))
-    _update(path, key, lambda machine: machine.update(date=date))
+    """Replace what ``path`` says of one machine's calls for rows of these sizes; all else stays."""
+    size_of = lambda entry: (entry["operation"], entry["row_bytes"])
+    _replace(path, key, "entries", entries, size_of, date=date)
 
 
 def store_decode_tokens(path: Path, key: str, entry: Entry) -> None:
@@ -210,12 +210,14 @@ def _replace(
     section: str,
     entries: Sequence[Entry],
     shape_of: Callable[[Entry], object],
+    **of_machine: str,
 ) -> None:
     shapes = {shape_of(entry) for entry in entries}
 
     def update(machine: dict[str, Any]) -> None:
         others = [other for other in machine.get(section, []) if shape_of(other) not in shapes]
         machine[section] = [*others, *map(dict, entries)]
+        machine.update(of_machine)
 
     _update(path, key, update)
 

@@ -146,7 +146,8 @@ void bind_buffer(py::module_& m) {
       "ranks"_a, "Ranks that the Buffer does without, in ascending order.");
   buffer.def(
       "require_no_call", [](const BoundBuffer& self) { self.context.require_no_call(); },
-      "Raises UnsupportedError while another thread is in a call.");
+      "Raises UnsupportedError while another thread is in a call, or a signal handler interrupts "
+      "one.");
   def_call<&call_get_dispatch_layout>(buffer, "get_dispatch_layout");
   bind_normal_calls(m, buffer);
   bind_tp_calls(buffer);

@@ -7,8 +7,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "device/layout/names.cuh"
 #include "host/check_cuda.hpp"

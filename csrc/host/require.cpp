@@ -132,17 +132,19 @@ void require_aligned(const char* name, const TensorRef& given) {
 }
 
 void require_rows(const char* name, int64_t num_rows, int64_t row_bytes) {
-  const std::string most = std::to_string(kLargestInteger);
-  if (num_rows > kLargestInteger) {
-    refuse_argument(name, std::to_string(num_rows) + " rows",
-                    "must have at most " + most + " rows");
-  }
   const bool is_aligned = row_bytes > 0 && row_bytes % kRowAlignment == 0;
-  if (is_aligned && row_bytes <= kLargestInteger) return;
-  refuse_argument(name, "rows of " + std::to_string(row_bytes) + " bytes",
-                  is_aligned ? "must have rows of at most " + most + " bytes"
-                             : "must have rows of a positive multiple of " +
-                                   std::to_string(kRowAlignment) + " bytes");
+  if (is_aligned && row_bytes <= kLargestInteger && num_rows <= kLargestInteger) return;
+  const std::string most = std::to_string(kLargestInteger);
+  const std::string given_rows = "rows of " + std::to_string(row_bytes) + " bytes";
+  if (!is_aligned) {
+    refuse_argument(
+        name, given_rows,
+        "must have rows of a positive multiple of " + std::to_string(kRowAlignment) + " bytes");
+  }
+  if (row_bytes > kLargestInteger) {
+    refuse_argument(name, given_rows, "must have rows of at most " + most + " bytes");
+  }
+  refuse_argument(name, std::to_string(num_rows) + " rows", "must have at most " + most + " rows");
 }
 
 void require_topk(const TensorRef& idx, const TensorRef& weights, int64_t num_tokens,

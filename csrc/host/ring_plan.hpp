@@ -79,8 +79,9 @@ struct TwoTierKey {
 };
 
 // Rings inside a node for `config`, with half of its slots, a quarter and so on, until they fit into
-// num_ring_bytes. If it was given, num_nvl_bytes must hold all of them. ring_bytes(channels, slots). num_channels replaces the channels
-// of a config that was not given; 0: does not. Throws CallError: kArgument, kBufferTooSmall.
+// num_ring_bytes. If it was given, num_nvl_bytes must hold all of them. ring_bytes(channels, slots).
+// num_channels replaces the channels of a config that was not given; 0: does not. Throws CallError:
+// kArgument, kBufferTooSmall.
 ChannelConfig plan_channels(const Config& config, bool is_given, int num_channels,
                             const RingResources& resources,
                             const std::function<size_t(int, int)>& ring_bytes);

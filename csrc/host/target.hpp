@@ -23,7 +23,7 @@
 //   int   device() const                       whose SMs the kernels share
 //   int   smem_bytes_limit() const             shared memory that a block may have
 //   bool  can_begin_early() const              kernels wait for the launch before theirs themselves
-//   bool  launches_block() const               a launch of a rail kernel returns near that kernel's end
+//   bool  launches_block() const               a launch of a rail kernel returns near its end
 //   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device
 //                                              failed
 #pragma once

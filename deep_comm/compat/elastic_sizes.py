@@ -18,7 +18,6 @@ from deep_comm.settings.buffer import RING_BYTES
 from deep_comm.tuning import DEFAULT_NUM_SMS, RECOMMENDED
 
 _SIZE_ALIGNMENT = 2 << 20
-_RAIL_ALIGNMENT = 128
 _ROW_BYTES = 16
 
 
@@ -95,5 +94,5 @@ def shared_out(num_bytes: int, topology: Topology, hidden: int) -> tuple[int, in
     if topology.num_nodes == 1:
         return num_bytes, 0
     inside, between = ring_bytes(topology, 2 * (hidden or 4096))
-    rail = integers.round_up(num_bytes * between // (inside + between), _RAIL_ALIGNMENT)
+    rail = integers.round_up(num_bytes * between // (inside + between))
     return num_bytes - rail, rail

@@ -26,8 +26,8 @@ DC_DEVICE void fence_proxy_async_shared() {
 DC_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// For a bulk load: it reads global memory and writes shared memory, and ordinary accesses may just have
-// touched both.
+// For a bulk load: it reads global memory and writes shared memory, and ordinary accesses may just
+// have touched both.
 DC_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ---- bulk copies --------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ DC_DEVICE void send_piece(uint8_t* row, int column, Vec16 vec) {
   for (int word = 0; word < 4; ++word) {
     if (vec.words[word] == 0) vec.words[word] = 0x80008000u;
   }
-  // pairs with: await_arrivals in add_ranks and add_topk_rows, and take_arrival in the rail's add_rows —
+  // pairs with: await_arrivals in add_ranks and add_topk_rows, take_arrival in the rail's add_rows —
   // nothing but the words themselves.
   arch::st_relaxed_sys(reinterpret_cast<Vec16*>(row) + column, vec);
 }

@@ -40,7 +40,7 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature) {
   const World& world = context.world;
   const int peer = arch::thread_idx();
   if (!world.takes_part(peer)) return;
-  // pairs with: await_all_entered at every peer — everything this rank wrote before, including counts
+  // pairs with: await_all_entered at every peer — everything this rank wrote before, counts included
   arch::st_release_sys(world.arrived(peer, world.rank),
                        Tagged::pack(context.generation, signature));
 }

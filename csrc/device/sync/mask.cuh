@@ -40,7 +40,8 @@ DC_DEVICE void mask_rank(const World& world, int peer) {
   }
 }
 
-// An expired wait is renewed at most so many times, and only if its peer has shown since that it is alive.
+// An expired wait is renewed at most so many times, and only if its peer has shown since that it is
+// alive.
 inline constexpr int kMaxRenewals = 3;
 
 // Tells the other ranks that this one is alive while it waits. The first thread in each fraction of

@@ -1,8 +1,8 @@
 // begin_matmul, push, await_push, add_slots, end_matmul: what surrounds matrix products whose rows come
 // from peers or go to them. The products are libraries' or Triton's.
 //
-// grid   begin, await, end: one warp. push: one block. add_slots: the warps of all blocks deal out parts
-//        of 128 vectors
+// grid   begin, await, end: one warp. push: one block. add_slots: the warps of all blocks deal out
+//        parts of 128 vectors
 // words  arrived    operation entered, as at the entry of every kernel
 //        word       the peer's, of symmetric memory: the sequence of the last push to it
 //        sequence   of this rank: products begun. A push copies it, so that a CUDA graph can be

@@ -97,6 +97,21 @@ def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
     group.barrier()
 
 
+def room_of_a_right_step(
+    made: adapter.LowLatencyPrepareFinalize, rank: int, num_tokens: int
+) -> int:
+    """Of two ranks: the tokens of each that experts had room for."""
+    x, ids, weights = drop_in.routed(rank, num_tokens)
+    rows, _, meta, _, _ = made.prepare(
+        x, weights, ids, NUM_EXPERTS, None, False, vllm_quant("bf16")
+    )
+    out = drop_in.masked_experts(rows, meta.expert_num_tokens, rank * NUM_EXPERTS // 2)
+    output = torch.empty_like(x)
+    made.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
+    assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+    return rows.shape[1] // 2
+
+
 class OtherExperts:
     """As those of DeepGEMM."""
 
@@ -109,32 +124,20 @@ def test_full_room_of_other_experts_and_with_two_micro_batches(group, /) -> None
     rank, max_tokens = group.rank(), 12
     num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(12, HIDDEN, 2, NUM_EXPERTS)
     buffer = deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu")
-    x, ids, weights = drop_in.routed(rank, 3)
-
-    def room(made: adapter.LowLatencyPrepareFinalize) -> int:
-        rows, _, meta, _, _ = made.prepare(
-            x, weights, ids, NUM_EXPERTS, None, False, vllm_quant("bf16")
-        )
-        out = drop_in.masked_experts(rows, meta.expert_num_tokens, rank * NUM_EXPERTS // 2)
-        output = torch.empty_like(x)
-        made.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
-        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
-        return rows.shape[1] // 2
-
     for kind, wanted in ((BatchedTritonExperts, 4), (OtherExperts, max_tokens)):
         experts = kind(max_tokens)
         made = adapter.LowLatencyPrepareFinalize(
             buffer, max_tokens, 2, tokens_of_ranks=lambda: [3, 1]
         )
         made.post_init_setup(experts)
-        assert room(made) == max_tokens
-        assert room(made) == wanted == experts.max_num_tokens
+        assert room_of_a_right_step(made, rank, 3) == max_tokens
+        assert room_of_a_right_step(made, rank, 3) == wanted == experts.max_num_tokens
         ubatching.enable(0)
         try:
-            assert room(made) == max_tokens == experts.max_num_tokens
+            assert room_of_a_right_step(made, rank, 3) == max_tokens == experts.max_num_tokens
         finally:
             ubatching.disable()
-        assert room(made) == wanted == experts.max_num_tokens
+        assert room_of_a_right_step(made, rank, 3) == wanted == experts.max_num_tokens
     group.barrier()
 
 
@@ -196,14 +199,7 @@ def test_fault_tolerance_asks_the_buffer_made_last(monkeypatch: pytest.MonkeyPat
         manager.clean_buffers()
         assert not manager.query_fault()
         made = adapter.LowLatencyPrepareFinalize(buffer, 8, 2)
-        x, ids, weights = drop_in.routed(rank, 3 + rank)
-        rows, _, meta, _, _ = made.prepare(
-            x, weights, ids, NUM_EXPERTS, None, False, vllm_quant("bf16")
-        )
-        out = drop_in.masked_experts(rows, meta.expert_num_tokens, rank * NUM_EXPERTS // 2)
-        output = torch.empty_like(x)
-        made.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
-        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+        assert room_of_a_right_step(made, rank, 3 + rank) == 8
         group.barrier()
         manager.destroy()
 
