@@ -14,7 +14,6 @@ import functools
 import logging
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -82,28 +81,34 @@ def brief(value: Any) -> str:
 
 
 def show_calls(owner: Any, rank: int, names: Sequence[str], stats: Callable[[], Any]) -> None:
-    """If the level is debug, let these methods of ``owner`` say what they did, or how they failed.
+    """If the level is debug, let these methods of ``owner`` log what they did, or how they failed.
 
     Args:
         stats: BufferStats, before and after a call; what has changed is its path.
     """
     if not logger.isEnabledFor(logging.DEBUG):
         return
-    for name in names:
-        shown = _shown(weakref.ref(owner), rank, getattr(type(owner), name), stats)
-        setattr(owner, name, shown)
+    owner._shown = rank, stats
+    # Methods of a class: functions among the owner's attributes would have to hold the owner.
+    owner.__class__ = _shown_class(type(owner), tuple(names))
 
 
-def _shown(
-    owner: Any, rank: int, method: Callable[..., Any], stats: Callable[[], Any]
-) -> Callable[..., Any]:
+@functools.cache
+def _shown_class(kind: type, names: tuple[str, ...]) -> type:
+    shown = {name: _shown(getattr(kind, name)) for name in names}
+    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), same | shown)
+
+
+def _shown(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            return method(owner(), *arguments, **options)
+            return method(self, *arguments, **options)
+        rank, stats = self._shown
         before, started = vars(stats()), time.perf_counter()
         try:
-            result = method(owner(), *arguments, **options)
+            result = method(self, *arguments, **options)
             ended = f"-> {brief(result)}"
             return result
         except BaseException as error:
