@@ -31,6 +31,9 @@ def sweeps(passed_on: Sequence[str]) -> list[list[str]]:
     chosen = options.parse(passed_on, name="tune")
     if chosen.family != "normal":
         command_line.refuse("tune", "--mode: must be direct, ring or both")
+    for name in ("json", "plot", "from"):
+        if vars(chosen)[name] is not None:
+            command_line.refuse("tune", f"--{name}: of deep_comm bench alone; give --out")
     parts: Sequence[list[str]] = GPU_SWEEPS if chosen.on_gpu else HOST_SWEEPS
     made = [[*fixed, *part, *passed_on] for part in ([[]] if is_chosen else parts)]
     for arguments in made:
@@ -76,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file = Path(folder) / f"{number}.json"
             print(f"tune: part {number + 1} of {len(runs)}", flush=True)
             bench.main([*run, "--json", str(file)])
-            documents.append(json.loads(file.read_text()))
+            if file.exists():
+                documents.append(json.loads(file.read_text()))
+    if not documents:  # one of torchrun's ranks that do not report
+        return 0
     from deep_comm.tune import choices
 
     found = choices.choose([line for document in documents for line in document["normal"]])

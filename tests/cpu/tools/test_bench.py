@@ -120,11 +120,19 @@ def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(
     assert "wire MB" not in done.stdout
 
 
-def test_tune_writes_its_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "start",
+    [[sys.executable, "-m", "deep_comm", "tune", "--ranks", "2"],
+     [*warm.torchrun(2), "-m", "deep_comm.tune"]],
+    ids=["starts ranks", "torchrun"],
+)  # fmt: skip
+def test_tune_writes_its_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: list[str]
+) -> None:
     stored = tmp_path / "cache" / "tune.json"  # which is not there yet
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(stored))
-    command = [sys.executable, "-m", "deep_comm", "tune", "--device", "cpu", "--ranks", "2"]
-    output = run([*command, "--mode", "direct", "--sms", "auto,2,4", *SMALL, *SHORT], tmp_path)
+    command = [*start, "--device", "cpu", "--mode", "direct", "--sms", "auto,2,4"]
+    output = run([*command, *SMALL, *SHORT], tmp_path)
     assert "tune: part 1 of 1" in output
     assert output.splitlines()[-1] == "# deep_comm tune OK: 3 choices in tune.json"
     document = json.loads((tmp_path / "tune.json").read_text())
@@ -146,7 +154,8 @@ def test_tune_sweeps_what_is_not_chosen(capsys: pytest.CaptureFixture[str]) -> N
     (one,) = tune.sweeps(["--device", "cpu", "--sms", "4"])
     assert one[-2:] == ["--sms", "4"]
     for refused, words in ((["--mode", "layer"], "--mode: must be direct"),
-                           (["--hidden", "7"], "--hidden: must be a multiple of 8")):  # fmt: skip
+                           (["--hidden", "7"], "--hidden: must be a multiple of 8"),
+                           (["--json", "x"], "--json: of deep_comm bench alone")):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             tune.sweeps(["--device", "cpu", *refused])
         assert f"deep_comm tune: error: {words}" in capsys.readouterr().err
