@@ -234,9 +234,13 @@ class BufferCalls:
     def set_staging(self, *, offset: int, num_bytes: int, multicast: int) -> None:
         """Where collectives stage: two parts of num_bytes, from the heap's base; and the address
         that stands for all heaps' bases, or 0."""
-    def require_no_call(self) -> None:
-        """Raise UnsupportedError while another thread is in a call, or in a signal handler that
-        interrupts one."""
+    def begin_reset(self) -> None:
+        """Raise BufferInUse while another thread is in a call, or in a signal handler that
+        interrupts one. Then no call begins until end_reset."""
+    def end_reset(self) -> None: ...
+    is_in_use: bool  # a thread is in a call, or resets the Buffer
+    def close(self, *, may_be_in_use: bool) -> None:
+        """No call begins any more. Raise BufferInUse as begin_reset, unless may_be_in_use."""
     has_pending: bool  # a dispatch has been sent, and not been received
     # of dispatch: calls with room in the region, and without; of combine; most bytes without room
     region_use: tuple[int, int, int, int, int]
@@ -639,6 +643,7 @@ def low_latency_count_bytes(num_local_experts: int) -> int:
 
 # What blocks note while they run; csrc/device/layout/trace.cuh.
 
+max_channels: int  # blocks of a kernel that talks to peers, at most
 trace_steps: tuple[str, ...]
 kernel_names: tuple[str, ...]
 

@@ -312,14 +312,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         but never for a peer. The last reference to a Buffer does the same when it goes.
 
         Raises:
-            UnsupportedError: another thread is in a call of this Buffer, or a signal handler calls
-                this while one waits.
+            BufferInUse: another thread is in a call of this Buffer, or a signal handler calls this
+                while one waits.
 
         Examples:
             >>> other = deep_comm.Buffer(group, 1 << 20, device="cpu")
             >>> other.destroy()
         """
-        self._context.native_calls.require_no_call()
+        self._context.native_calls.close(may_be_in_use=False)
         self._finalizer()
         self._release_group()
 
@@ -377,8 +377,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             ... except deep_comm.PeerTimeout as error:
             ...     buffer.reset(without=[error.peer])  # if that rank is the one that is gone
         """
-        self._context.reset(without)
-        self._low_latency.forget_pending()
+        try:
+            self._context.reset(without)
+        finally:  # words may be at rest although a rank is lost
+            self._low_latency.forget_pending()
         log.logger.info("%s is reset; absent ranks: %s", repr(self), sorted(self._context.absent))
 
     def check(self) -> None:

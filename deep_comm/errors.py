@@ -97,6 +97,16 @@ class UnsupportedError(DeepCommError):
     """
 
 
+class BufferInUse(UnsupportedError):
+    """Another thread is in a call of this Buffer, or a signal handler interrupts one.
+
+    Nothing happened, and what was refused may be called again after that call.
+
+    What to do: let one thread at a time make the calls of a Buffer, in the same order on all ranks,
+    or give each thread a Buffer of its own.
+    """
+
+
 class UnsupportedArgument(UnsupportedError, TypeError):
     """A keyword that some DeepEP knows and that has no counterpart here. Nothing was launched.
 
@@ -117,7 +127,8 @@ class UnsupportedArgument(UnsupportedError, TypeError):
 class PeerLost(DeepCommError):
     """A rank ended, or reported a failure, while others waited for it on the host.
 
-    What to do: look at the rank that is named: its own error is the cause.
+    What to do: look at the rank that is named: its own error is the cause. Where torch's group has
+    lost a rank, torch does not say which: look at all of them.
     """
 
 
@@ -153,8 +164,8 @@ class PeerTimeout(DeepCommError):
             f"rank {rank} waited {waited_s:.3f} s for {whom} in {where}: word '{word}' holds "
             f"{seen}, expected {expected}. Look at {whom} first: it has crashed, is stuck before "
             "this call, or made a different sequence of calls. If it is only slow, raise timeout_s "
-            "(or DEEP_COMM_TIMEOUT_S). Buffer.reset() on all ranks makes the Buffer usable again; "
-            "reset(without=[...]) on all others, if a rank is gone."
+            "(or DEEP_COMM_TIMEOUT_S). reset() on all ranks makes the Buffer or memory usable "
+            "again; a Buffer's reset(without=[...]) on all others, if a rank is gone."
         )
         self.rank = rank
         self.peer = peer
@@ -328,7 +339,7 @@ def _different_arguments(record: ErrorRecord) -> ConfigMismatch:
     if record.kernel.startswith("low_latency"):
         what = (
             "num_max_dispatch_tokens_per_rank, hidden, top-k, num_experts, SMs, the format of the "
-            "rows and their scales, or whether weights travel"
+            "rows and their scales, one_rounding, or whether weights travel"
         )
     ranks = "ranks {} and {}".format(*sorted((record.rank, record.peer)))
     if record.seen == 0:

@@ -90,11 +90,12 @@ def show_calls(owner: Any, rank: int, names: Sequence[str], stats: Callable[[], 
         return
     owner._shown = rank, stats
     # Methods of a class: functions among the owner's attributes would have to hold the owner.
-    owner.__class__ = _shown_class(type(owner), tuple(names))
+    kind: Any = type(owner)
+    owner.__class__ = _shown_class(kind, tuple(names))
 
 
 @functools.cache
-def _shown_class(kind: type, names: tuple[str, ...]) -> type:
+def _shown_class(kind: Any, names: tuple[str, ...]) -> type:
     shown = {name: _shown(getattr(kind, name)) for name in names}
     same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (kind,), same | shown)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import tuning
+from deep_comm import _core, tuning
 from deep_comm._version import __version__
 from deep_comm.backends.foreign import tensor_at
 from deep_comm.context import Context, release_at_exit
@@ -89,7 +89,7 @@ class SymmetricMemory:
                 to 16 bytes: R * x of ``all_gather`` and of ``all_reduce`` in one shot, x of
                 ``reduce_scatter``, 2 * x of ``all_reduce`` in two shots and, its rows rounded up
                 to a multiple of R, of ``all_reduce_norm``. Products say what they need.
-            num_sms: default 64, on the host target 2.
+            num_sms: of collectives, default 64, on the host target 2. The same on all ranks.
             multicast: sums of ``deep_comm.tp`` are taken by the NVLink switch, in an order that
                 nobody specifies. The memory is torch's symmetric memory then. Needs a
                 torch.distributed group, GPUs of sm_90 or later and a switch with multicast; the
@@ -112,7 +112,7 @@ class SymmetricMemory:
         if not isinstance(multicast, bool):
             raise ArgumentError("multicast", repr(multicast), "must be True or False")
         if num_sms is not None:
-            integers.require("num_sms", num_sms, 1)
+            integers.require("num_sms", num_sms, 1, _core.max_channels)
         staging = integers.round_up(staging_bytes)
         settings = Settings(
             num_nvl_bytes=(
@@ -129,6 +129,7 @@ class SymmetricMemory:
             agreed={
                 "num_bytes": num_bytes,
                 "staging_bytes": staging_bytes,
+                "num_sms": 0 if num_sms is None else num_sms,
                 "multicast": multicast,
             },
         )
@@ -178,8 +179,12 @@ class SymmetricMemory:
     ) -> None:
         self.destroy()
 
+    @property
+    def is_destroyed(self) -> bool:
+        return not self._context.is_open
+
     def __repr__(self) -> str:
-        state = "" if self._context.is_open else ", destroyed"
+        state = ", destroyed" if self.is_destroyed else ""
         return (
             f"<SymmetricMemory: rank {self.rank} of {self.group_size}, {self.device}, "
             f"{self.num_bytes} bytes{state}>"
@@ -270,7 +275,7 @@ class SymmetricMemory:
 
     def destroy(self) -> None:
         """Free this rank's resources. Idempotent. Waits for its own kernels, never for a peer."""
-        self._context.native_calls.require_no_call()
+        self._context.native_calls.close(may_be_in_use=False)
         self._finalizer()
         self._release_group()
 

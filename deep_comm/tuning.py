@@ -7,11 +7,12 @@ the time on the links and the time on the SMs both grow with them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,9 +223,12 @@ def _replace(
     _update(path, key, update)
 
 
+_METHODS = ("unfused", "decomposed", "fused")
+
+
 def _product_of(entry: Entry) -> tuple[str, str, int, int, int]:
     extents = (int(entry["rows"]), int(entry["depth"]), int(entry["columns"]))
-    if min(extents) < 1 or not isinstance(entry["method"], str):
+    if min(extents) < 1 or entry["method"] not in _METHODS:
         raise ValueError(f"product {dict(entry)}")
     return (str(entry["op"]), str(entry["dtype"]), *extents)
 
@@ -246,11 +250,26 @@ def product_method(
     return None if best is None else best[1]
 
 
+@contextlib.contextmanager
+def without_an_absent_file() -> Iterator[None]:
+    """While a command measures what it will store: a Buffer refuses a file that DEEP_COMM_TUNE_FILE
+    names and that is not there."""
+    name, path = env.TUNE_FILE.name, env.TUNE_FILE.get()
+    is_absent = path is not None and not Path(path).exists()
+    if is_absent:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        if is_absent:
+            os.environ[name] = str(path)
+
+
 def _update(path: Path, key: str, update: Callable[[dict[str, Any]], None]) -> None:
     document: dict[str, Any] = {"version": FILE_VERSION, "machines": {}}
     try:
         known = json.loads(path.read_text())
-        if known["version"] == FILE_VERSION:
+        if known["version"] == FILE_VERSION and isinstance(known["machines"], dict):
             document = known
     except (OSError, ValueError, KeyError, TypeError):
         pass

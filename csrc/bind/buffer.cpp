@@ -145,9 +145,20 @@ void bind_buffer(py::module_& m) {
       [](BoundBuffer& self, std::vector<int> ranks) { self.context.absent = std::move(ranks); },
       "ranks"_a, "Ranks that the Buffer does without, in ascending order.");
   buffer.def(
-      "require_no_call", [](const BoundBuffer& self) { self.context.require_no_call(); },
-      "Raises UnsupportedError while another thread is in a call, or a signal handler interrupts "
-      "one.");
+      "begin_reset", [](BoundBuffer& self) { self.context.begin_reset(); },
+      "Raises BufferInUse while another thread is in a call, or a signal handler interrupts one. "
+      "Then no call begins until end_reset.");
+  buffer.def_property_readonly("is_in_use",
+                               [](const BoundBuffer& self) { return self.context.is_in_use(); });
+  buffer.def("end_reset", [](BoundBuffer& self) { self.context.end_reset(); });
+  buffer.def(
+      "close",
+      [](BoundBuffer& self, bool may_be_in_use) {
+        if (!may_be_in_use) self.context.require_no_call();
+        self.context.close();
+      },
+      py::kw_only(), "may_be_in_use"_a,
+      "No call begins any more. Raises BufferInUse as begin_reset, unless may_be_in_use.");
   def_call<&call_get_dispatch_layout>(buffer, "get_dispatch_layout");
   bind_normal_calls(m, buffer);
   bind_tp_calls(buffer);

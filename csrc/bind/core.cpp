@@ -1,9 +1,11 @@
 // deep_comm._core: the host target. Its Python face is described in deep_comm/_core.pyi.
 #include "bind/bindings.hpp"
+#include "device/layout/workspace.cuh"
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The host target: the protocol kernels over the SIMT executor, and shared memory.";
   m.attr("version") = DEEP_COMM_VERSION;
+  m.attr("max_channels") = deep_comm::kMaxChannels;
   deep_comm::bind_torch(m);
   deep_comm::bind_segment(m);
   deep_comm::bind_streams(m);

@@ -62,6 +62,8 @@ const char* name_of(CallError::Class error_class) {
       return "BufferTooSmall";
     case Class::kUnsupported:
       return "UnsupportedError";
+    case Class::kBufferInUse:
+      return "BufferInUse";
     case Class::kBufferDestroyed:
       return "BufferDestroyed";
     case Class::kCallInterrupted:
@@ -100,17 +102,23 @@ void raise(const CallError& error, PyObject* raise_recorded) {
 
 }  // namespace
 
+// As restore(), which an error that is kept and raised again would allow once.
+void set_again(const py::error_already_set& error) {
+  PyErr_Restore(py::object(error.type()).release().ptr(), py::object(error.value()).release().ptr(),
+                py::object(error.trace()).release().ptr());
+}
+
 void set_python_error(PyObject* raise_recorded) noexcept {
   try {
     try {
       throw;
     } catch (const CallError& error) {
       raise(error, raise_recorded);
-    } catch (detail::PythonInterrupted& interrupted) {
-      interrupted.error.restore();
+    } catch (const detail::PythonInterrupted& interrupted) {
+      set_again(interrupted.error);
     }
-  } catch (py::error_already_set& error) {  // the first one's, or of what looked at it
-    error.restore();
+  } catch (const py::error_already_set& error) {  // the first one's, or of what looked at it
+    set_again(error);
   } catch (...) {
     py::detail::try_translate_exceptions();  // as after functions of pybind11's
   }

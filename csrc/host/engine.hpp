@@ -1,6 +1,7 @@
 // The native half of a Buffer on one target: one rank's workspace, its launches and its error record.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -289,8 +290,20 @@ class Engine final : public EngineCalls {
   // Of this rank alone, for local kernels over rows that came from several nodes.
   World world_alone() const;
 
+  struct FreeMapped {
+    void operator()(void* memory) const { Target::free_mapped(memory); }
+  };
+  // Host memory that kernels reach.
+  template <class T>
+  using Mapped = std::unique_ptr<T, FreeMapped>;
+  template <class T>
+  Mapped<T> allocate_mapped(size_t num_bytes = sizeof(T)) {
+    return Mapped<T>(static_cast<T*>(target_.allocate_mapped(num_bytes)));
+  }
+
   World world_{};
   Target target_;
+  Mapped<ErrorBlock> error_;  // null: the engine is closed
   size_t data_bytes_ = 0;
   size_t low_latency_bytes_ = 0;
   bool can_shrink_ = false;
@@ -299,21 +312,21 @@ class Engine final : public EngineCalls {
   bool may_begin_early_ = false;
   RailReach low_latency_reach_{};  // of a group of several nodes
   int num_max_experts_ = 0;
-  CountsBlock* counts_ = nullptr;
+  Mapped<CountsBlock> counts_;
   int num_counted_experts_ = 0;  // local experts of the last notify
   uint64_t counts_stream_ = 0;
   uint32_t sequence_ = 0;
-  ShrinkBarrierResult* shrink_barrier_result_ = nullptr;  // host memory that kernels reach
-  uint64_t* low_latency_report_ = nullptr;                // host memory that kernels reach
+  Mapped<ShrinkBarrierResult> shrink_barrier_result_;
+  Mapped<uint64_t> low_latency_report_;
   uint32_t report_sequence_ = 0;
   uint64_t report_stream_ = 0;
   int64_t num_launches_ = 0;
   TwoTier tiers_{};
   size_t rail_ring_bytes_ = 0;
   int num_rail_peers_ = 0;
-  uint8_t** rail_bases_ = nullptr;  // host memory that kernels reach, as the two below
-  uint64_t* rail_byte_counters_ = nullptr;
-  InternodeCounts* internode_counts_ = nullptr;
+  Mapped<uint8_t*> rail_bases_;          // [num_rail_peers]
+  Mapped<uint64_t> rail_byte_counters_;  // [num_rail_peers, num_qps]
+  Mapped<InternodeCounts> internode_counts_;
 };
 
 }  // namespace deep_comm

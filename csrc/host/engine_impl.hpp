@@ -93,11 +93,11 @@ Engine<Target>::Engine(const EngineOptions& options, Target target)
   }
   data_bytes_ = options.heap_bytes - world_.layout.data;
   num_max_experts_ = options.num_max_experts;
-  world_.error = static_cast<ErrorBlock*>(target_.allocate_mapped(sizeof(ErrorBlock)));
-  counts_ = static_cast<CountsBlock*>(
-      target_.allocate_mapped(sizeof(CountsBlock) + sizeof(int32_t) * options.num_max_experts));
-  shrink_barrier_result_ =
-      static_cast<ShrinkBarrierResult*>(target_.allocate_mapped(sizeof(ShrinkBarrierResult)));
+  error_ = allocate_mapped<ErrorBlock>();
+  world_.error = error_.get();
+  counts_ =
+      allocate_mapped<CountsBlock>(sizeof(CountsBlock) + sizeof(int32_t) * options.num_max_experts);
+  shrink_barrier_result_ = allocate_mapped<ShrinkBarrierResult>();
   prepare<LayoutKernel, NotifyKernel, BarrierKernel, ShrinkBarrierKernel>();
   prepare<DispatchKernel<false, false>, DispatchKernel<false, true>, DispatchKernel<true, false>,
           DispatchKernel<true, true>>();
@@ -120,30 +120,22 @@ Engine<Target>::~Engine() {
 
 template <class Target>
 void Engine<Target>::close() {
-  if (world_.error == nullptr) return;
+  if (error_ == nullptr) return;
   early_launches_.leave();
-  target_.free_mapped(world_.error);
-  target_.free_mapped(counts_);
-  target_.free_mapped(shrink_barrier_result_);
-  if (low_latency_report_ != nullptr) target_.free_mapped(low_latency_report_);
-  if (is_internode()) {
-    target_.close_rail();
-    target_.free_mapped(rail_bases_);
-    target_.free_mapped(rail_byte_counters_);
-    target_.free_mapped(internode_counts_);
-  }
+  if (is_internode()) target_.close_rail();
+  error_.reset();
   world_.error = nullptr;
-  counts_ = nullptr;
-  shrink_barrier_result_ = nullptr;
-  rail_bases_ = nullptr;
-  rail_byte_counters_ = nullptr;
-  internode_counts_ = nullptr;
-  low_latency_report_ = nullptr;
+  counts_.reset();
+  shrink_barrier_result_.reset();
+  low_latency_report_.reset();
+  rail_bases_.reset();
+  rail_byte_counters_.reset();
+  internode_counts_.reset();
 }
 
 template <class Target>
 void Engine<Target>::check_open() const {
-  if (world_.error == nullptr) throw std::runtime_error("the engine is closed");
+  if (error_ == nullptr) throw std::runtime_error("the engine is closed");
 }
 
 template <class Target>
@@ -365,7 +357,7 @@ void Engine<Target>::shrink_barrier(uint32_t absent, uint32_t number, uint64_t s
   ShrinkBarrierArgs args{};
   args.number = number;
   args.tells_low_latency = can_shrink_;
-  args.result = shrink_barrier_result_;
+  args.result = shrink_barrier_result_.get();
   launch_in<ShrinkBarrierKernel>(
       world, {.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args, stream);
 }

@@ -40,20 +40,19 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   data_bytes_ -= options.num_bytes;
   rail_ring_bytes_ = options.num_bytes - words;
   const size_t num_counters = static_cast<size_t>(num_rail_peers_) * options.num_qps;
-  rail_bases_ = static_cast<uint8_t**>(target_.allocate_mapped(sizeof(uint8_t*) * num_rail_peers_));
-  rail_byte_counters_ =
-      static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t) * num_counters));
-  internode_counts_ = static_cast<InternodeCounts*>(
-      target_.allocate_mapped(sizeof(InternodeCounts) + sizeof(int32_t) * num_max_experts_));
+  rail_bases_ = allocate_mapped<uint8_t*>(sizeof(uint8_t*) * num_rail_peers_);
+  rail_byte_counters_ = allocate_mapped<uint64_t>(sizeof(uint64_t) * num_counters);
+  internode_counts_ = allocate_mapped<InternodeCounts>(sizeof(InternodeCounts) +
+                                                       sizeof(int32_t) * num_max_experts_);
   for (int peer = 0; peer < num_rail_peers_; ++peer) {
-    rail_bases_[peer] = reinterpret_cast<uint8_t*>(options.rail_bases[peer]);
+    rail_bases_.get()[peer] = reinterpret_cast<uint8_t*>(options.rail_bases[peer]);
   }
   tiers_.rank = options.node * num_local + world_.rank;
   tiers_.rail.node = options.node;
   tiers_.rail.are_all_near = options.are_all_near;
   RailPort port{};
-  port.bases = rail_bases_;
-  port.num_bytes = rail_byte_counters_;
+  port.bases = rail_bases_.get();
+  port.num_bytes = rail_byte_counters_.get();
   port.num_qps = options.num_qps;
   tiers_.rail.port = target_.open_rail(port, num_rail_peers_, world_.timeout_ns, options.rail);
   tiers_.rail.layout = RailLayout::make(world_.layout.data + data_bytes_, options.num_nodes,
@@ -72,7 +71,7 @@ template <class Target>
 std::vector<uint64_t> Engine<Target>::rail_put_bytes() const {
   const size_t count =
       is_internode() ? static_cast<size_t>(num_rail_peers_) * tiers_.rail.port.num_qps : 0;
-  return target_.rail_put_bytes(rail_byte_counters_, count);
+  return target_.rail_put_bytes(rail_byte_counters_.get(), count);
 }
 
 // The rings of a call in both tiers; slots of either have slot_bytes.
@@ -140,7 +139,7 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
   args.tiers = tiers_;
   args.num_channels = config.num_channels;
   args.sequence = ++sequence_;
-  args.counts = internode_counts_;
+  args.counts = internode_counts_.get();
   num_counted_experts_ = args.experts.num_local_experts(tiers_.rank);
   counts_stream_ = stream;
   InternodeCountArgs count{};
@@ -298,7 +297,7 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
                         args.is_early};
   args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 14);
   args.sequence = sequence_;
-  args.counts = internode_counts_;
+  args.counts = internode_counts_.get();
   if (args.output_line != 0) {
     check_block("an output block", args.output_line,
                 OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes, num_topk,

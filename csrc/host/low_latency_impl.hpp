@@ -16,7 +16,7 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   data_bytes_ -= num_bytes;
   low_latency_bytes_ = num_bytes;
   can_shrink_ = can_shrink;
-  low_latency_report_ = static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t)));
+  low_latency_report_ = allocate_mapped<uint64_t>();
   if (is_internode()) return enable_low_latency_rail(num_bytes);
   low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
   if (may_begin_early_) early_launches_.join(target_.device());
@@ -234,7 +234,7 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
   args.round_scale = plan.options.round_scale;
   args.global_scale = reinterpret_cast<const float*>(call.global_scale);
   if (call.is_reporting) {
-    args.report = low_latency_report_;
+    args.report = low_latency_report_.get();
     args.report_sequence = ++report_sequence_;
     report_stream_ = stream;
   }
@@ -295,7 +295,7 @@ std::optional<int> Engine<Target>::wait_low_latency_num_tokens() {
   detail::require(report_sequence_ != 0, "no low-latency dispatch has been asked to report");
   uint64_t word = 0;
   const auto has_come = [&] {
-    word = __atomic_load_n(low_latency_report_, __ATOMIC_ACQUIRE);
+    word = __atomic_load_n(low_latency_report_.get(), __ATOMIC_ACQUIRE);
     return Tagged::unpack(word).generation == report_sequence_;
   };
   if (!wait_for_kernel(has_come, report_stream_,

@@ -131,7 +131,7 @@ NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
   args.experts = ExpertMap::make(options.num_experts, world_.num_ranks);
   args.num_channels = options.channels.num_channels;
   args.expert_alignment = options.expert_alignment;
-  args.counts = counts_;
+  args.counts = counts_.get();
   return plan;
 }
 

@@ -39,6 +39,7 @@ class CallError : public std::exception {
     kHandleMismatch,
     kBufferTooSmall,
     kUnsupported,
+    kBufferInUse,
     kBufferDestroyed,
     kCallInterrupted,  // value: the rank
     kGeneral,

@@ -11,7 +11,7 @@
 //   void launch_pair(const LaunchConfig&, const typename First::Args&, const LaunchConfig&,
 //                    const typename Second::Args&, uint64_t stream)   Second: kBeginsBeside
 //   void* allocate_mapped(size_t)              zeroed host memory, at the same address for kernels
-//   void  free_mapped(void*)
+//   static void free_mapped(void*)
 //   void  fill_zero(void* heap_memory, size_t) when no kernel runs
 //   void  store(T* heap_word, T value)         when no kernel runs
 //   void  store_beside_kernels(uint32_t* heap_word, uint32_t value)   whatever runs

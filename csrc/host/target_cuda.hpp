@@ -83,7 +83,7 @@ class CudaTarget {
   }
 
   void* allocate_mapped(size_t num_bytes);
-  void free_mapped(void* memory);
+  static void free_mapped(void* memory);
   void fill_zero(void* memory, size_t num_bytes);
   // In the stream's order, without an SM.
   void copy(void* to, const void* from, size_t num_bytes, uint64_t stream);

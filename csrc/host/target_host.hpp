@@ -95,7 +95,7 @@ class HostTarget {
     if (memory == nullptr) throw std::bad_alloc();
     return memory;
   }
-  void free_mapped(void* memory) { std::free(memory); }
+  static void free_mapped(void* memory) { std::free(memory); }
   void fill_zero(void* memory, size_t num_bytes) { std::memset(memory, 0, num_bytes); }
   template <class T>
   void store(T* word, T value) {

@@ -20,6 +20,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         device, where = env.DEVICE.get(), env.DEVICE.name
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if type(device) is int:  # which torch takes for an accelerator that may not be there
+        device = f"cuda:{device}"
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError):

@@ -6,6 +6,7 @@ says what can be chosen, deep_comm.bench.measure how calls are timed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -34,7 +35,7 @@ def _run(options: Options) -> str | None:
     """What the last line says; None on ranks of torchrun that do not report."""
     import torch
 
-    from deep_comm import launch
+    from deep_comm import launch, tuning
     from deep_comm.bench.rank import run_rank
     from deep_comm.processes import FAILURE_GRACE_S
 
@@ -44,7 +45,9 @@ def _run(options: Options) -> str | None:
         num_ranks = options.ranks or (torch.cuda.device_count() if options.on_gpu else 4)
         check_ranks(options, num_ranks)
     timeout_s = options.deadline_s + FAILURE_GRACE_S
-    figures = launch.results(run_rank, num_ranks, options, timeout_s=timeout_s)[0]
+    stores = vars(options).get("store")
+    with tuning.without_an_absent_file() if stores else contextlib.nullcontext():
+        figures = launch.results(run_rank, num_ranks, options, timeout_s=timeout_s)[0]
     reports = not launch.is_rank() or os.environ["RANK"] == "0"
     return publish(options, figures, num_ranks) if reports else None
 

@@ -324,8 +324,7 @@ class ElasticBuffer(ElasticCalls, Refused):
             raise ArgumentError("num_experts", None, "must be given without a handle")
         num_max_tokens = self._num_max_tokens(num_max_tokens_per_rank, x)
         alignment = checks.expert_alignment(1 if expert_alignment is None else expert_alignment)
-        if num_sms < 0:
-            raise ArgumentError("num_sms", num_sms, "must not be negative")
+        integers.require("num_sms", num_sms, 0)
         if cumulative_local_expert_recv_stats is not None:
             num_experts = checks.num_experts(num_experts, self._buffer._context.num_max_experts)
             checks.tensor(

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from deep_comm import _core, errors, tuning
@@ -293,8 +293,7 @@ class Context:
                 "reset(without=...) serves groups inside one node; between nodes only low-latency "
                 "calls go on without ranks (enable_shrink), and reset() needs all ranks"
             )
-        with self.backend.device_scope():
-            self._end_calls()
+        with self._without_calls():
             try:
                 self._absence.go_on(self.engine, self.absent | named)
             finally:
@@ -323,14 +322,20 @@ class Context:
             )
         self._reset(self.engine.reset_low_latency)
 
-    def _end_calls(self) -> None:
-        self.native_calls.require_no_call()
-        self.synchronize()
-        self.native_calls.end_calls(was_destroyed=False)
+    @contextlib.contextmanager
+    def _without_calls(self) -> Iterator[None]:
+        """None is pending, and none begins in it."""
+        self.native_calls.begin_reset()
+        try:
+            with self.backend.device_scope():
+                self.synchronize()
+                self.native_calls.end_calls(was_destroyed=False)
+                yield
+        finally:
+            self.native_calls.end_reset()
 
     def _reset(self, reset: Callable[[], None]) -> None:
-        with self.backend.device_scope():
-            self._end_calls()
+        with self._without_calls():
             self.engine.quiet_rail()
             self.rendezvous.barrier()  # nobody's kernels run any more, nothing is on its way
             reset()
@@ -354,6 +359,7 @@ class Context:
         if not self.is_open:
             return
         self.is_open = False
+        self.native_calls.close(may_be_in_use=True)
         with self.backend.device_scope(), contextlib.ExitStack() as steps:
             # Last in, first out; each runs even if an earlier one fails.
             steps.callback(self.rendezvous.release)
@@ -362,4 +368,14 @@ class Context:
             steps.callback(self.native_calls.end_calls, was_destroyed=True)
             if self.trace_rings is not None:
                 steps.callback(self._leave_trace, self.trace_rings)
-            steps.callback(self.synchronize)
+            steps.callback(self._drain)
+
+    def _drain(self) -> None:
+        """Wait for this rank's kernels before their memory is freed, whatever interrupts it."""
+        try:
+            self.synchronize()
+        except BaseException:
+            with contextlib.suppress(BaseException):
+                self.engine.note_interrupt()  # kernels give up
+                self.synchronize()
+            raise

@@ -37,14 +37,16 @@ class Failures:
             self.raise_record(record)
 
     def raise_record(self, record: Any) -> None:
-        if not errors.needs_reset(record):  # all ranks are still in step: the Buffer goes on
+        other = (-1, "")
+        is_capturing = self._backend.is_capturing()  # then nothing may wait, or touch memory
+        if not is_capturing and not errors.needs_reset(record):
+            # All ranks are still in step: the Buffer goes on.
             self.synchronize()  # what still runs might report once more
             self._engine.clear_error()
-        other = (-1, "")
-        if record.kind == "peer_timeout" and not self._backend.is_capturing():
+        if record.kind == "peer_timeout" and not is_capturing:
             other = self._engine.begun_by_peer()
         error = errors.from_record(record, other)
-        if self.trace_rings is not None and not self._backend.is_capturing():
+        if self.trace_rings is not None and not is_capturing:
             self.trace_rings.tell(error)
         try:
             raise error

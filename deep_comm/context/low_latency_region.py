@@ -139,8 +139,10 @@ class LowLatencyRegion:
 
     def clean_mask(self) -> None:
         self._require_shrink()
-        self._ctx.reset_low_latency()
-        self._calls.forget_pending()
+        try:
+            self._ctx.reset_low_latency()
+        finally:
+            self._calls.forget_pending()
         record = self._ctx.engine.poll_error()
         if record is not None and record.kernel.startswith("low_latency"):
             self._ctx.engine.clear_error()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from deep_comm.errors import BufferInUse
+
 T = TypeVar("T")
 
 
@@ -29,11 +31,15 @@ class Pending(Generic[T]):
 
     def result(self) -> T:
         """Receives, unless that has happened. The host waits here for what it must know, as the
-        counts of a prefill batch. Raises what went wrong, in every call."""
+        counts of a prefill batch. Raises what went wrong, in every call; after BufferInUse it may
+        be called again."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
                 self._result = finish()
+            except BufferInUse:
+                self._finish = finish
+                raise
             except BaseException as error:  # noqa: BLE001 - raised below, a signal's as well
                 self._error = error
         if self._error is not None:

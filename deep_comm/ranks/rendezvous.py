@@ -108,7 +108,16 @@ class _TorchGroup:
     def all_gather_object(self, payload: Any) -> list[Any]:
         try:
             return all_gather_object(self._group, payload)
-        except RuntimeError as error:  # of torch: a peer's connection has ended, or its time
+        except (RuntimeError, TypeError, ValueError) as error:
+            from torch import distributed
+
+            if not distributed.is_initialized():
+                raise PeerLost(
+                    "the process group, which the ranks meet in, was destroyed"
+                ) from error
+            if not isinstance(error, RuntimeError):
+                raise
+            # Of torch: a peer's connection has ended, or its time.
             raise PeerLost(f"a rank was lost while the ranks exchanged data: {error}") from error
 
     def absent_after(self, timeout_s: float) -> list[int]:
@@ -320,6 +329,10 @@ class Rendezvous:
         """Raise ConfigMismatch on every rank if the ranks' ``settings`` differ."""
         gathered: Sequence[dict[str, Any]] = self.all_gather_object(settings)
         for field in settings:
-            values = {rank: peer.get(field) for rank, peer in enumerate(gathered)}
+            # A rank that is in another collective call brings something else.
+            values = {
+                rank: peer.get(field) if isinstance(peer, dict) else "another call"
+                for rank, peer in enumerate(gathered)
+            }
             if len({repr(value) for value in values.values()}) > 1:
                 raise ConfigMismatch(field, values)

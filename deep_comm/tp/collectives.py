@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError
@@ -121,7 +122,7 @@ def _gather_by_copies(x: Tensor, memory: SymmetricMemory, out: SymmetricTensor) 
     checks.tensor(
         "x", x, memory.device, shape=[None] * max(1, getattr(x, "ndim", 1)), dtypes={out.dtype}
     )
-    x = x.detach()  # or out would keep the graph of every call
+    x = _resolved(x.detach())  # detached, or out would keep the graph of every call
     rows, *rest = x.shape
     if out.shape != (memory.group_size * rows, *rest):
         rule = f"must be ranks * rows of x by its other extents, x being {list(x.shape)}"
@@ -217,9 +218,9 @@ def all_reduce_norm(
     Raises:
         ArgumentError, BufferTooSmall, ConfigMismatch, PeerTimeout: as of ``all_gather``.
     """
-    if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
-        raise ArgumentError("eps", eps, "must be a finite number, at least 0")
-    if getattr(x, "requires_grad", False):
+    if not (isinstance(eps, (int, float)) and 0 <= eps <= torch.finfo(torch.float32).max):
+        raise ArgumentError("eps", eps, "must be a finite number in float32, at least 0")
+    if any(getattr(each, "requires_grad", False) for each in (x, residual, weight)):
         warn_of_lost_gradient("deep_comm.tp.all_reduce_norm", "torch.ops.deep_comm.fused_* have")
     calls, sms = _calls(memory, num_sms)
     given = _resolved(x), _resolved(residual), _resolved(weight)

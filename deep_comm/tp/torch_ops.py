@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from deep_comm.errors import ArgumentError, UnsupportedArgument, UnsupportedError
 from deep_comm.symmetric import SymmetricMemory
-from deep_comm.tp.collectives import all_gather, require_memory
+from deep_comm.tp.collectives import require_memory
 from deep_comm.tp.matmul import all_gather_matmul, matmul_reduce_scatter
 
 __all__ = ["install", "register"]
@@ -36,12 +36,34 @@ def register(group: Any, memory: SymmetricMemory) -> None:
         memory: of the same ranks.
 
     Raises:
-        ArgumentError: ``group`` is neither, or ``memory`` no SymmetricMemory.
+        ArgumentError: ``group`` is neither, or ``memory`` no SymmetricMemory of these ranks.
         BufferDestroyed: ``memory`` was destroyed.
     """
     require_memory(memory)
     memory.check()
-    _memories[_name_of(group)] = memory
+    name = _name_of(group)
+    _require_ranks(name, memory)
+    _memories[name] = memory
+
+
+def _group_of(name: str) -> Any:
+    resolve_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return resolve_group(name)
+
+
+def _require_ranks(name: str, memory: SymmetricMemory) -> None:
+    """Of a group that torch knows; others are for whoever registers them."""
+    try:
+        group = _group_of(name)
+    except (LookupError, RuntimeError, ValueError):
+        return
+    place = (group.rank(), group.size())
+    if place != (memory.rank, memory.group_size):
+        raise ArgumentError(
+            "memory",
+            f"that of rank {memory.rank} of {memory.group_size}",
+            f"must be of the group's ranks, of which this is {place[0]} of {place[1]}",
+        )
 
 
 def _name_of(group: Any) -> str:
@@ -238,17 +260,19 @@ def _save_gather(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -
 def _gather_backward(ctx: Any, grad_gathered: Tensor | None, grads: Sequence[Tensor]) -> Any:
     """The dual is a product and a reduce-scatter. What was gathered is gathered again."""
     A, *Bs = ctx.saved_tensors
-    memory, dim = _memory_of(ctx.group_name), ctx.dim % A.dim()
-    moved = A.movedim(dim, 0).contiguous()
-    whole = all_gather(moved, memory).movedim(0, dim).flatten(0, -2)
-    weight_grads = [whole.t() @ grad.flatten(0, -2) for grad in grads]
-    columns = torch.cat([grad.to(A.dtype) for grad in grads], dim=-1)
-    weights = torch.cat([B.t() for B in Bs])
+    dim = ctx.dim % A.dim()
+    weight_grads: list[Tensor] = []
+    if Bs:
+        gathered, _ = torch.ops.deep_comm.fused_all_gather_matmul(A, [], dim, ctx.group_name)
+        whole = gathered.flatten(0, -2)
+        weight_grads = [whole.t() @ grad.flatten(0, -2) for grad in grads]
+    columns = [grad.to(A.dtype) for grad in grads]
+    weights = [B.t() for B in Bs]
     if grad_gathered is not None:  # as columns of a product with the identity
-        columns = torch.cat([columns, grad_gathered], dim=-1)
-        weights = torch.cat([weights, torch.eye(whole.shape[-1], dtype=A.dtype, device=A.device)])
+        columns.append(grad_gathered)
+        weights.append(torch.eye(grad_gathered.shape[-1], dtype=A.dtype, device=A.device))
     own = torch.ops.deep_comm.fused_matmul_reduce_scatter(
-        columns, weights, "sum", dim, ctx.group_name
+        torch.cat(columns, dim=-1), torch.cat(weights), "sum", dim, ctx.group_name
     )
     return own, weight_grads, None, None
 
@@ -324,8 +348,7 @@ def install(group: Any, memory: SymmetricMemory) -> None:
     require_memory(memory)
     name = _name_of(group)
     try:
-        resolve_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-        resolve_group(name)
+        _group_of(name)
     except RuntimeError:
         rule = "must be a torch.distributed group, or its name; torch knows none of that name"
         raise ArgumentError("group", repr(name), rule) from None
@@ -348,7 +371,8 @@ def _route(op: str, call: Callable[..., Any], own: Callable[..., Any]) -> Callab
 
     def routed(*given: Any, **options: Any) -> Any:
         group_name = given[place] if place < len(given) else options["group_name"]
-        if group_name not in _memories:
+        memory = _memories.get(group_name)
+        if memory is None or memory.is_destroyed:
             return own(*given, **options)
         try:
             return call(*given, **options)

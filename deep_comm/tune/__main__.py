@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deep_comm.bench import __main__ as bench
 from deep_comm.bench import options
-from deep_comm.settings import command_line, env
+from deep_comm.settings import command_line
 
 GPU_SWEEPS = (
     ["--mode", "direct", "--sms", "sweep"],
@@ -41,21 +40,8 @@ def sweeps(passed_on: Sequence[str]) -> list[list[str]]:
     return made
 
 
-@contextlib.contextmanager
-def _without_an_absent_file() -> Iterator[None]:
-    """A Buffer refuses a file that is named and not there, and it is this command that makes it."""
-    name, path = env.TUNE_FILE.name, env.TUNE_FILE.get()
-    is_absent = path is not None and not Path(path).exists()
-    if is_absent:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        if is_absent:
-            os.environ[name] = str(path)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Its own options, and those of bench, which are checked."""
     parser = command_line.parser(
         "tune",
         "Measure dispatch and combine on this machine and choose, for every number of tokens, "
@@ -72,9 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write the choices there, as JSON")  # fmt: skip
     add("--no-store", action="store_true", help="do not change the file that Buffers read")
     own, passed_on = parser.parse_known_args(arguments)
+    options.parse(passed_on, name="tune")
+    return own, passed_on
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    own, passed_on = parse(arguments)
     runs = sweeps(passed_on)
+    from deep_comm import tuning
+
     documents: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="deep_comm.") as folder, _without_an_absent_file():
+    with (
+        tempfile.TemporaryDirectory(prefix="deep_comm.") as folder,
+        tuning.without_an_absent_file(),
+    ):
         for number, run in enumerate(runs):
             file = Path(folder) / f"{number}.json"
             print(f"tune: part {number + 1} of {len(runs)}", flush=True)

@@ -83,6 +83,7 @@ class CallContext {
   class InCall {
    public:
     explicit InCall(CallContext& context) : context_(context), before_(context.caller_) {
+      if (context.is_closed_) context.require_open();
       context.require_no_call();
       context.caller_ = std::this_thread::get_id();
     }
@@ -157,7 +158,9 @@ class CallContext {
     if (engine.is_sound()) return;
     require_open();
     const std::optional<ErrorRecord> record = engine.poll_error();
-    if (record && record->kind != "expert_index") fail(CallError::Class::kRecorded, {});
+    const bool is_of_layout = record && record->kind == "expert_index" &&
+                              record->kernel == kKernelNames[static_cast<int>(Kernel::kLayout)];
+    if (record && !is_of_layout) fail(CallError::Class::kRecorded, {});
   }
   // After a call: where kernels have ended by now, raises what they recorded.
   void end() const {
@@ -168,21 +171,33 @@ class CallContext {
     require_open();
     fail(CallError::Class::kRecorded, {});
   }
-  // Before calls, and before what ends the Buffer or sets it back.
+  // From here to end_reset no other call begins, of another thread or of a signal handler.
+  void begin_reset() {
+    require_no_call();
+    caller_before_reset_ = std::exchange(caller_, std::this_thread::get_id());
+    is_waiting_ = true;
+  }
+  void end_reset() {
+    caller_ = caller_before_reset_;
+    is_waiting_ = false;
+  }
+  // No call begins any more: what it would use is about to be freed.
+  void close() { is_closed_ = true; }
+  bool is_in_use() const { return caller_ != std::thread::id(); }
   void require_no_call() const {
-    if (caller_ == std::thread::id()) return;
+    if (!is_in_use()) return;
     if (caller_ == std::this_thread::get_id()) {
       if (!is_waiting_) return;
-      fail(CallError::Class::kUnsupported,
+      fail(CallError::Class::kBufferInUse,
            "a signal handler runs while a call of this Buffer waits: raise from it, or use the "
            "Buffer after the call");
     }
-    fail(CallError::Class::kUnsupported,
+    fail(CallError::Class::kBufferInUse,
          "another thread is in a call of this Buffer: let one thread at a time make its calls, in "
          "the same order on all ranks, or give each thread a Buffer of its own");
   }
   void require_open() const {
-    if (engine.is_open()) return;
+    if (engine.is_open() && !is_closed_) return;
     fail(CallError::Class::kBufferDestroyed, "the Buffer was used after destroy()");
   }
 
@@ -238,9 +253,11 @@ class CallContext {
   };
 
   std::shared_ptr<StreamOrder> shared_order_;
-  // Both are guarded by the interpreter's lock.
-  std::thread::id caller_;   // the thread that is in a call
+  // All are guarded by the interpreter's lock.
+  std::thread::id caller_;  // the thread that is in a call
+  std::thread::id caller_before_reset_;
   bool is_waiting_ = false;  // signal handlers may run in the middle of that call
+  bool is_closed_ = false;
 };
 
 // Runs a call through its states.

@@ -102,9 +102,10 @@ CheckedCollective check(const CallContext& context, Collective op, const TensorR
   return checked;
 }
 
-// Of the type, the shape and `digest`: bytes may be as many where these differ.
-int agreed_of(const TensorRef& x, int digest) {
+// Of the operation, the type, the shape and `digest`: bytes may be as many where these differ.
+int agreed_of(Collective op, const TensorRef& x, int digest) {
   WordHash hash;
+  hash.add(static_cast<uint64_t>(op));
   hash.add(static_cast<uint64_t>(x.type.id));
   hash.add(static_cast<uint64_t>(digest));
   for (int dim = 0; dim < x.num_dims; ++dim) hash.add(static_cast<uint64_t>(x.shape[dim]));
@@ -126,6 +127,7 @@ Collected run(CallContext& context, const CheckedCollective& checked, int digest
     norm.normed = pointer_of<uint8_t>(normed.address);
     norm.row_vecs = checked.row_vecs;
   }
+  const int agreed = agreed_of(checked.op, checked.x, digest);
   if (checked.num_bytes > 0) {
     CollectiveArgs args{};
     args.op = checked.op;
@@ -138,9 +140,11 @@ Collected run(CallContext& context, const CheckedCollective& checked, int digest
     args.multicast = context.staging.multicast;
     args.norm = norm;
     context.launch([&] {
-      context.engine.collective(args, checked.dtype, agreed_of(checked.x, digest),
-                                checked.max_blocks, order.stream());
+      context.engine.collective(args, checked.dtype, agreed, checked.max_blocks, order.stream());
     });
+  } else if (context.group.num_ranks > 1) {
+    // Nothing moves, but the ranks must agree on that.
+    context.launch([&] { context.engine.barrier(agreed, order.stream()); });
   }
   order.finish(inputs, nullptr);
   context.end();
@@ -210,6 +214,8 @@ Object reduce_scatter(CallContext& context, const TensorRef& x, const IntegerRef
 
 Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod method,
                   const IntegerRef& num_sms, int digest) {
+  context.begin();
+  require_x(context, x, false, true);
   const int num_ranks = context.group.num_ranks;
   const int64_t most = num_ranks <= 4 ? kMostOneShotBytes : kMostOneShotBytesOfMany;
   // In one shot every rank asks the switch, whose order may differ from rank to rank. A sum of two

@@ -196,10 +196,11 @@ void LowLatencyCalls::receive(LowLatencyPending& pending) {
   if (pending.kind == LowLatencyKind::kDispatch) {
     pending.record->state = LowLatencyDispatchRecord::State::kReceived;
   }
-  {
+  // It cannot be called again, so that a launch that fails leaves the peers waiting.
+  context_.keep_step([&] {
     const DeviceScope device(context_.order.target());
     std::visit([&](const auto& call) { run(*pending.form, call, pending.stream); }, pending.call);
-  }
+  });
   pending.record = nullptr;
   context_.end();
 }

@@ -113,9 +113,17 @@ def test_copy_engines_gather_into_symmetric_memory(memory: SymmetricMemory, /) -
             tp.all_gather(x, memory, out=out)
 
 
-def test_tensors_without_elements_launch_nothing() -> None:
+def test_tensors_without_elements_have_empty_results() -> None:
     calls = tuple(Call(op, (0, 5), torch.float32) for op in OPS)
     on_threads(CollectiveCase(2, (*calls, Call("auto", (4,), torch.float32))))
+
+
+def test_ranks_must_agree_that_a_tensor_has_no_elements() -> None:
+    def fn(memory: SymmetricMemory) -> None:
+        tp.all_reduce(torch.ones(4 * memory.rank), memory)
+
+    for error in together(fn, 2, return_errors=True):
+        assert isinstance(error, errors.ConfigMismatch), error
 
 
 def test_a_number_is_reduced_as_a_tensor_without_dimensions() -> None:

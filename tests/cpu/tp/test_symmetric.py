@@ -81,12 +81,16 @@ def test_a_full_memory_says_how_much_is_needed(group: Any, /) -> None:
         memory.empty((32,), torch.float32)
 
 
-@pytest.mark.parametrize("field", ["shape", "dtype", "count of words", "num_bytes", "multicast"])
+@pytest.mark.parametrize(
+    "field", ["shape", "dtype", "count of words", "num_bytes", "multicast", "num_sms"]
+)
 def test_ranks_that_ask_for_different_memory_are_named(field: str) -> None:
     def fn(group: Any) -> None:
         is_odd = group.rank() == 1
         num_bytes = 2048 if field == "num_bytes" and is_odd else 1024
-        with memory_of(group, num_bytes, multicast=field == "multicast" and is_odd) as memory:
+        options = {"multicast": is_odd, "num_sms": 1 + is_odd}
+        given = {field: options[field]} if field in options else {}
+        with memory_of(group, num_bytes, **given) as memory:
             if field == "count of words":
                 memory.words(1 + is_odd)
             else:
@@ -95,6 +99,18 @@ def test_ranks_that_ask_for_different_memory_are_named(field: str) -> None:
 
     for error in local.run(fn, 2, timeout_s=60, return_errors=True):
         assert isinstance(error, errors.ConfigMismatch) and field in str(error), error
+
+
+def test_a_rank_in_another_collective_call_is_named() -> None:
+    def fn(group: Any) -> None:
+        with memory_of(group) as memory:
+            if memory.rank == 0:
+                memory.words(1)
+            else:
+                memory.reset()
+
+    error = local.run(fn, 2, timeout_s=60, return_errors=True)[0]
+    assert isinstance(error, errors.ConfigMismatch) and "another call" in str(error), error
 
 
 REFUSED = {

@@ -176,6 +176,44 @@ def test_gradients_are_those_of_the_whole_computation() -> None:
             assert torch.equal(got, right), rank
 
 
+def test_compiled_ops_have_the_gradients_of_eager_ones() -> None:
+    def fn(memory: SymmetricMemory, name: str) -> None:
+        x, w = numbers(0, 4, 8).requires_grad_(), numbers(1, 8, 6).requires_grad_()
+        product = lambda x, w: ops.fused_all_gather_matmul(x, [w], 0, name)[1][0].square().sum()
+        compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+        for got, wanted in zip(
+            torch.autograd.grad(compiled(x, w), (x, w)),
+            torch.autograd.grad(product(x, w), (x, w)),
+            strict=True,
+        ):
+            assert torch.equal(got, wanted)
+
+    together(fn, 1)
+
+
+def test_gradients_have_gradients() -> None:
+    def fn(memory: SymmetricMemory, name: str) -> None:
+        x, w = numbers(0, 4, 8).requires_grad_(), numbers(1, 8, 6).requires_grad_()
+        second = []
+        for product in (x @ w, ops.fused_all_gather_matmul(x, [w], 0, name)[1][0]):
+            (of_w,) = torch.autograd.grad(product.square().sum(), w, create_graph=True)
+            second += torch.autograd.grad(of_w.square().sum(), x)
+        assert torch.equal(*second)
+
+    together(fn, 1)
+
+
+def test_what_was_gathered_alone_has_gradients() -> None:
+    def fn(memory: SymmetricMemory, name: str) -> torch.Tensor:
+        x = numbers(memory.rank, 2, 4).requires_grad_()
+        gathered, _ = ops.fused_all_gather_matmul(x, [], 0, name)
+        (of_x,) = torch.autograd.grad((gathered * numbers(7, 4, 4)).sum(), x)
+        return of_x
+
+    wanted = 2 * numbers(7, 4, 4)
+    assert torch.equal(torch.cat(together(fn)), wanted)
+
+
 def test_gradients_of_what_was_gathered_along_the_last_dim() -> None:
     def fn(memory: SymmetricMemory, name: str) -> torch.Tensor:
         x = numbers(memory.rank, 4, 8).requires_grad_()
@@ -292,6 +330,20 @@ def test_inductors_asynchronous_tensor_parallelism_comes_here() -> None:
     """Its pass looks for NCCL, which builds for the host lack."""
     fused = ["all_gather_matmul", "matmul_reduce_scatter"]
     assert processes.run(_compiled_by_inductor, 2) == [2 * fused] * 2
+
+
+def _registered_with_a_memory_of_one_rank(group: Any) -> str:
+    import torch.distributed as dist
+
+    alone_groups = [dist.new_group([rank]) for rank in range(2)]
+    with SymmetricMemory(alone_groups[group.rank()], 0, device="cpu") as alone:
+        with pytest.raises(errors.ArgumentError, match="must be of the group's ranks"):
+            tp.register(dist.group.WORLD, alone)
+    return "done"
+
+
+def test_a_memory_of_other_ranks_is_refused() -> None:
+    assert processes.run(_registered_with_a_memory_of_one_rank, 2) == ["done"] * 2
 
 
 def test_torchs_ops_of_an_installed_group_come_here() -> None:

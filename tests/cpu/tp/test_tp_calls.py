@@ -432,6 +432,9 @@ def test_conjugates_and_signs_that_torch_only_noted_are_data() -> None:
     def fn(memory: SymmetricMemory) -> None:
         x = torch.tensor([1 + 2j, 3j])
         assert torch.equal(tp.all_gather(x.conj(), memory), x.conj().resolve_conj())
+        out = memory.empty((2,), torch.complex64)
+        out.local.copy_(x)
+        assert torch.equal(tp.all_gather(out.local.conj(), memory, out=out), x.conj())
         assert torch.equal(tp.all_reduce(torch._neg_view(ones(2)), memory), -ones(2))
         x, residual = ones(2, 8), torch._neg_view(ones(2, 8))
         assert torch.equal(tp.all_reduce_norm(x, residual, ones(8), memory)[1], x - ones(2, 8))

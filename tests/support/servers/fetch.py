@@ -147,6 +147,8 @@ def pack(release: Release, folder: Path, limit_mib: int | None = None) -> list[P
     (folder / "parts").mkdir(parents=True, exist_ok=True)
     packed = []
     for name in (release.name, release.packages_name):
+        if not (folder / "unpacked" / name).is_dir():
+            raise ValueError(f"{folder / 'unpacked' / name} is not there: run fetch and trim first")
         path = folder / "parts" / f"{name}.tar.xz"
         with tarfile.open(path, "w:xz", preset=6) as archive:
             archive.add(folder / "unpacked" / name, name, filter=_plain)
