@@ -167,7 +167,7 @@ def _family(mode: str) -> str:
     return next((it for it in (B, L, E, T) if it in mode.split(",")), N)
 
 
-def _parser(family: str, defaults: dict[str, str]) -> argparse.ArgumentParser:
+def _parser(family: str, defaults: dict[str, str]) -> command_line.Parser:
     products = {name: f"{op}, {text}" for name, (op, _, _, text) in words.PRODUCTS.items()}
     about = {L: words.LAYOUTS, E: {}, T: products}.get(family, words.MEANINGS)
     more = "; ".join(f"{name}: {meaning}" for name, meaning in about.items())
@@ -216,6 +216,8 @@ def parse(arguments: Sequence[str], command: str = "", name: str = "bench") -> O
     defaults = _COMMON | DEFAULTS[family] | (QUICK.get(family, {}) if known.quick else {})
     parser = _parser(family, defaults)
     parser.prog = f"deep_comm {name}"
+    if known.mode and name == "bench":
+        parser.chosen = f" --mode {known.mode}"
     given = vars(parser.parse_args(arguments))
     if "from" in given:
         others = ", ".join(

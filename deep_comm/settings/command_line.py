@@ -29,17 +29,20 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
         return super()._get_help_string(action)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An error is two lines: of some commands the usage fills a screen."""
 
+    chosen = ""  # options that change what --help says
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` says what it takes.\n")
+        help_ = f"{self.prog}{self.chosen} --help"
+        self.exit(2, f"{self.prog}: error: {message}\n`{help_}` says what it takes.\n")
 
 
-def parser(name: str, what: str, *examples: str, more: str = "") -> argparse.ArgumentParser:
+def parser(name: str, what: str, *examples: str, more: str = "") -> Parser:
     """Of the command ``deep_comm NAME``. Every example is a line that can be run."""
     shown = "\n".join(["examples:", *(f"  {example}" for example in examples)]) if examples else ""
-    return _Parser(
+    return Parser(
         prog=f"deep_comm {name}",
         description=textwrap.fill(" ".join(what.replace("``", "`").split()), 88),
         epilog="\n\n".join(filter(None, (more, shown))),

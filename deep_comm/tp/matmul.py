@@ -10,7 +10,8 @@ Three ways, ``method``:
 ==============  ==============================================================================
 
 "auto" takes the fastest of a product like it, as ``deep_comm bench --mode tp --store`` has measured
-on this machine; where none was, "unfused".
+on this machine; where none was, "unfused". Ranks choose for themselves. So shapes, layouts and
+alignments must be equal on all of them, or they get a ConfigMismatch.
 """
 
 from __future__ import annotations
@@ -218,8 +219,8 @@ def matmul_reduce_scatter(
     rounded once.
 
     Args:
-        x: [..., K] as of ``all_gather_matmul``, but for K, which may differ between ranks. R
-            divides the extent of ``scatter_dim``.
+        x: [..., K] as of ``all_gather_matmul``. With "unfused" and "decomposed" K may differ
+            between ranks. R divides the extent of ``scatter_dim``.
         weight: [K, N], this rank's; the same N on all ranks.
         memory: its ``staging_bytes`` must hold the product.
         reduce_op: "avg" divides the rounded sum by R and rounds again. The same on all ranks.

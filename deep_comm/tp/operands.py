@@ -236,7 +236,7 @@ def chosen_method(
     weights: Sequence[Weight],
     memory: SymmetricMemory,
 ) -> str:
-    """``rows``: of a rank. The same on all ranks, which all follow from the same arguments."""
+    """``rows``: of a rank. The same on all ranks if depth, columns, layout and alignment are."""
     rule = _rule_of_fused(rows, x, weights, memory)
     if name == "fused":
         require("method", name, rule == "", rule)

@@ -338,7 +338,8 @@ def install(group: Any, memory: SymmetricMemory) -> None:
     """``register``, and route torch's ``symm_mem::fused_*`` of this group here.
 
     Other groups, forms that are torch's alone (biases, scales of results), and this group when
-    ``memory`` lives no more, take torch's own implementation as before.
+    ``memory`` is destroyed or collected, take torch's own implementation as before. What the
+    memory cannot serve, such as float64 or more than its ``staging_bytes``, is an error.
 
     Raises:
         ArgumentError: as of ``register``; or torch knows no group of that name.

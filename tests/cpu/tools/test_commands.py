@@ -61,6 +61,7 @@ def test_help_needs_no_torch_and_shows_an_example(name: str) -> None:
     [
         ["doctor", "machine"], ["bench", "--tokens", "0"], ["bench", "--hidden", "7"],
         ["bench", "--ranks", "9"], ["bench", "--ranks", "4", "--ranks-per-node", "3"],
+        ["bench", "--mode", "tp", "--quick"],
         ["tune", "--out", "/no/such/folder/x"], ["tune", "--topk", "99"],
         ["trace", "/no/such/file"], ["trace", "/", "--last", "0"], ["simulate", "--ranks", "0"],
         ["simulate", "--fault", "foo"], ["demo", "--ranks", "0"], ["demo", "--tokens", "x"],
@@ -76,7 +77,9 @@ def test_bad_values_are_refused_before_torch_is_imported(arguments: list[str]) -
     if arguments[0] != "examples":  # which lists them
         told = done.stderr.splitlines()  # not hidden below a screen of usage
         assert len(told) == 2 and told[0].startswith(f"deep_comm {arguments[0]}: error: ")
-        assert told[1] == f"`deep_comm {arguments[0]} --help` says what it takes."
+        # The help of the bench depends on the mode.
+        chosen = " ".join(arguments[: 3 if "--mode" in arguments else 1])
+        assert told[1] == f"`deep_comm {chosen} --help` says what it takes."
 
 
 @pytest.mark.parametrize(
