@@ -190,6 +190,8 @@ class ElasticBuffer(ElasticCalls, Refused):
         stats); between nodes all rows of a call do, unless every rank has room for what comes to
         it and crosses.
         """
+        if not callable(getattr(group, "size", None)):
+            raise ArgumentError("group", type(group).__name__, "must be a torch.distributed group")
         return size_hint(group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
 
     def get_theoretical_num_sms(
@@ -388,11 +390,10 @@ class ElasticBuffer(ElasticCalls, Refused):
             raise ArgumentError("x", given, "must be a contiguous tensor of two dimensions")
         if topk_weights is not None:
             shape = (x.shape[0],) if handle.do_expand else (x.shape[0], handle.topk_idx.shape[1])
-            if tuple(topk_weights.shape) != shape or topk_weights.dtype != torch.float32:
-                raise ArgumentError(
-                    "topk_weights", f"{topk_weights.dtype} {list(topk_weights.shape)}",
-                    f"must be float32 of shape {list(shape)}",
-                )  # fmt: skip
+            checks.tensor(
+                "topk_weights", topk_weights, x.device, shape=shape, dtypes={torch.float32},
+                contiguous=False,
+            )  # fmt: skip
         return self._combine(x, handle, topk_weights, bias, timing)
 
     # ---- rules ---------------------------------------------------------------------------------

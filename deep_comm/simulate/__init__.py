@@ -23,6 +23,7 @@ from typing import Any
 
 from deep_comm._core import MachineError, Simulation, SimulationStuck
 from deep_comm.local import check_num_ranks, run_threads
+from deep_comm.settings import integers
 
 __all__ = [
     "MachineError",
@@ -117,7 +118,7 @@ def run(
     check_num_ranks(num_ranks)
     simulation = Simulation(
         num_ranks=num_ranks,
-        seed=seed,
+        seed=integers.require("seed", seed, 0, 2**64 - 1),
         policy=policy,
         weak_memory=weak_memory,
         delay_bulk=delay_bulk,
