@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 version: str
+max_channels: int  # blocks of a kernel that talks to peers, at most
 
 class ErrorRecord:
     """What the first failing thread of a Buffer left behind."""
@@ -643,7 +644,6 @@ def low_latency_count_bytes(num_local_experts: int) -> int:
 
 # What blocks note while they run; csrc/device/layout/trace.cuh.
 
-max_channels: int  # blocks of a kernel that talks to peers, at most
 trace_steps: tuple[str, ...]
 kernel_names: tuple[str, ...]
 

@@ -377,10 +377,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             ... except deep_comm.PeerTimeout as error:
             ...     buffer.reset(without=[error.peer])  # if that rank is the one that is gone
         """
-        try:
-            self._context.reset(without)
-        finally:  # words may be at rest although a rank is lost
-            self._low_latency.forget_pending()
+        self._context.reset(without)
         log.logger.info("%s is reset; absent ranks: %s", repr(self), sorted(self._context.absent))
 
     def check(self) -> None:

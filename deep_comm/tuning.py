@@ -28,6 +28,9 @@ from deep_comm.config import (
 from deep_comm.errors import ArgumentError
 from deep_comm.settings import env
 
+PRODUCT_METHODS = ("unfused", "decomposed", "fused")
+"""Of products in deep_comm.tp."""
+
 TOLERANCE = 0.03
 """SMs are worth more to the experts than this part of a call's time is to the caller."""
 
@@ -223,12 +226,9 @@ def _replace(
     _update(path, key, update)
 
 
-_METHODS = ("unfused", "decomposed", "fused")
-
-
 def _product_of(entry: Entry) -> tuple[str, str, int, int, int]:
     extents = (int(entry["rows"]), int(entry["depth"]), int(entry["columns"]))
-    if min(extents) < 1 or entry["method"] not in _METHODS:
+    if min(extents) < 1 or entry["method"] not in PRODUCT_METHODS:
         raise ValueError(f"product {dict(entry)}")
     return (str(entry["op"]), str(entry["dtype"]), *extents)
 

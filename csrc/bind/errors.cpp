@@ -100,13 +100,13 @@ void raise(const CallError& error, PyObject* raise_recorded) {
   PyErr_SetObject(py::type::handle_of(exception).ptr(), exception.ptr());
 }
 
-}  // namespace
-
-// As restore(), which an error that is kept and raised again would allow once.
+// Unlike restore() it may be called again: an error that is kept is raised by every call for it.
 void set_again(const py::error_already_set& error) {
   PyErr_Restore(py::object(error.type()).release().ptr(), py::object(error.value()).release().ptr(),
                 py::object(error.trace()).release().ptr());
 }
+
+}  // namespace
 
 void set_python_error(PyObject* raise_recorded) noexcept {
   try {

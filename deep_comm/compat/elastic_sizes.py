@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from deep_comm.context.shape import IMBALANCE
-from deep_comm.errors import ArgumentError
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import (
     MAX_RANKS_PER_NODE,
@@ -67,8 +66,7 @@ def size_hint(
     Asks nobody: hosts are taken to hold DEEP_COMM_RANKS_PER_NODE ranks, else as many as can be.
     """
     for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
-        if type(value) is not int or value < 1:
-            raise ArgumentError(name, value, "must be an integer of at least 1 (or give num_bytes)")
+        integers.require(name, value, 1, note=" (or give num_bytes)")
     integers.require("num_topk", num_topk, 0)
     scales = integers.round_up(-(-hidden // 128) * 4, _ROW_BYTES) if use_fp8_dispatch else 0
     row_bytes = hidden + scales if use_fp8_dispatch else 2 * hidden

@@ -79,6 +79,8 @@ class Context:
         self.num_max_experts = settings.num_max_experts
         self.is_open = False
         self._absence = Absence(self.backend)
+        # Of low-latency calls; LowLatencyRegion sets it.
+        self.forget_hooks: Callable[[], None] = lambda: None
         with self.backend.device_scope():
             self.rendezvous.require_equal(
                 {
@@ -330,6 +332,7 @@ class Context:
             with self.backend.device_scope():
                 self.synchronize()
                 self.native_calls.end_calls(was_destroyed=False)
+                self.forget_hooks()  # also where a rank is lost: the others' words may be at rest
                 yield
         finally:
             self.native_calls.end_reset()

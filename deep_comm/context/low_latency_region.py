@@ -60,6 +60,7 @@ class LowLatencyRegion:
 
     def __init__(self, ctx: Context, calls: _core.LowLatencyCalls) -> None:
         self._ctx, self._calls = ctx, calls
+        ctx.forget_hooks = calls.forget_pending
         self.is_lent = False
 
     def clean(self) -> None:
@@ -139,10 +140,7 @@ class LowLatencyRegion:
 
     def clean_mask(self) -> None:
         self._require_shrink()
-        try:
-            self._ctx.reset_low_latency()
-        finally:
-            self._calls.forget_pending()
+        self._ctx.reset_low_latency()
         record = self._ctx.engine.poll_error()
         if record is not None and record.kernel.startswith("low_latency"):
             self._ctx.engine.clear_error()

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Method = Literal["auto", "unfused", "decomposed", "fused"]
-METHODS = ("auto", "unfused", "decomposed", "fused")
+METHODS = ("auto", *tuning.PRODUCT_METHODS)
 ReduceOp = Literal["sum", "avg"]
 
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)

@@ -61,11 +61,17 @@ int64_t staged_bytes(const CallContext& context, Collective op, int64_t shard_ve
   return shard_vecs * kVecBytes * num_slots(op, num_ranks, context.staging.multicast != nullptr);
 }
 
-CheckedCollective check(const CallContext& context, Collective op, const TensorRef& x,
-                        const IntegerRef& num_sms) {
+// What every collective begins with.
+void begin(CallContext& context, Collective op, const TensorRef& x) {
+  context.begin();
   const bool has_rows = op == Collective::kAllGather || op == Collective::kReduceScatter ||
                         op == Collective::kAllReduceNorm;
   require_x(context, x, has_rows, op != Collective::kAllGather);
+}
+
+// x: of begin.
+CheckedCollective check(const CallContext& context, Collective op, const TensorRef& x,
+                        const IntegerRef& num_sms) {
   const int num_ranks = context.group.num_ranks;
   const int64_t num_rows = x.num_dims > 0 ? x.shape[0] : 1;
   CheckedCollective checked{.op = op, .x = x, .out = spec_of(x, num_rows)};
@@ -172,7 +178,7 @@ void launch_ordered(CallContext& context, const Launch& launch) {
 
 Object collective(CallContext& context, Collective op, const TensorRef& x,
                   const IntegerRef& num_sms, int digest) {
-  context.begin();
+  begin(context, op, x);
   return run(context, check(context, op, x, num_sms), digest, {}, {x.object}).out;
 }
 
@@ -214,8 +220,7 @@ Object reduce_scatter(CallContext& context, const TensorRef& x, const IntegerRef
 
 Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod method,
                   const IntegerRef& num_sms, int digest) {
-  context.begin();
-  require_x(context, x, false, true);
+  begin(context, Collective::kAllReduceTwice, x);  // as for kAllReduceOnce
   const int num_ranks = context.group.num_ranks;
   const int64_t most = num_ranks <= 4 ? kMostOneShotBytes : kMostOneShotBytesOfMany;
   // In one shot every rank asks the switch, whose order may differ from rank to rank. A sum of two
@@ -228,14 +233,14 @@ Object all_reduce(CallContext& context, const TensorRef& x, AllReduceMethod meth
   const bool is_small = num_ranks <= 2 || (has_order && has_room && num_bytes <= most);
   const bool is_one_shot =
       method == AllReduceMethod::kAuto ? is_small : method == AllReduceMethod::kOneShot;
-  return collective(context, is_one_shot ? Collective::kAllReduceOnce : Collective::kAllReduceTwice,
-                    x, num_sms, digest);
+  const Collective op = is_one_shot ? Collective::kAllReduceOnce : Collective::kAllReduceTwice;
+  return run(context, check(context, op, x, num_sms), digest, {}, {x.object}).out;
 }
 
 std::pair<Object, Object> all_reduce_norm(CallContext& context, const TensorRef& x,
                                           const TensorRef& residual, const TensorRef& weight,
                                           float eps, const IntegerRef& num_sms) {
-  context.begin();
+  begin(context, Collective::kAllReduceNorm, x);
   const CheckedCollective checked = check(context, Collective::kAllReduceNorm, x, num_sms);
   const auto refuse_x = [&](const char* rule) {
     refuse_argument("x", given_property(GivenProperty::Which::kShape, x.object), rule);

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import deep_comm
 from deep_comm import errors, local
@@ -20,6 +21,16 @@ def dispatch_of(buffer: deep_comm.Buffer) -> Callable[[], Any]:
     idx = torch.randint(0, EXPERTS, (TOKENS, TOPK))
     weights = torch.rand(TOKENS, TOPK)
     return lambda: buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS)
+
+
+def prefill_of(buffer: deep_comm.Buffer) -> tuple[deep_comm.ExpertParallel, Tensor, Tensor]:
+    """A layer, x and topk_idx."""
+    layer = deep_comm.ExpertParallel(
+        hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens=TOKENS,
+        mode="prefill", buffer=buffer,
+    )  # fmt: skip
+    x = torch.randn(TOKENS, HIDDEN).bfloat16()
+    return layer, x, torch.randint(0, EXPERTS, (TOKENS, TOPK))
 
 
 def raised_in_a_thread(call: Callable[[], Any]) -> type[BaseException] | None:
@@ -90,12 +101,7 @@ def test_no_call_begins_while_a_buffer_is_reset() -> None:
 def test_what_was_refused_because_of_another_thread_can_be_received_later() -> None:
     def main(group: Any) -> int:
         with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=20) as buffer:
-            layer = deep_comm.ExpertParallel(
-                hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens=TOKENS,
-                mode="prefill", buffer=buffer,
-            )  # fmt: skip
-            x = torch.randn(TOKENS, HIDDEN).bfloat16()
-            idx = torch.randint(0, EXPERTS, (TOKENS, TOPK))
+            layer, x, idx = prefill_of(buffer)
             with torch.no_grad():
                 sent = layer.dispatch_async(x, idx, torch.rand(TOKENS, TOPK))
                 if group.rank() == 0:
@@ -122,12 +128,7 @@ def test_an_error_that_is_kept_can_be_raised_again() -> None:
         with deep_comm.Buffer(
             group, 1 << 20, device="cpu", timeout_s=0.5, num_direct_bytes=0
         ) as buffer:
-            layer = deep_comm.ExpertParallel(
-                hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens=TOKENS,
-                mode="prefill", buffer=buffer,
-            )  # fmt: skip
-            x = torch.randn(TOKENS, HIDDEN).bfloat16()
-            idx = torch.randint(0, EXPERTS, (TOKENS, TOPK))
+            layer, x, idx = prefill_of(buffer)
             with torch.no_grad():
                 sent = layer.dispatch_async(x, idx, torch.rand(TOKENS, TOPK))
             receive, num_raised = sent._finish, 0
@@ -165,6 +166,8 @@ def test_a_bad_index_of_a_low_latency_call_is_raised_before_the_next_call_launch
             except errors.ExpertIndexError as error:
                 raised = type(error)
                 result = call()  # nothing was launched, and the peer waits
+            with pytest.raises(errors.ArgumentError):
+                buffer.reset(without=[group.rank()])  # refused, so that the hook stays
             sent.hook()
             buffer.combine(result.recv_x, result.handle)
             return raised
