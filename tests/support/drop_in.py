@@ -52,8 +52,8 @@ def routed(
     """x [T, H] bfloat16, topk_idx int64 [T, K], topk_weights float32 [T, K].
 
     Small integers and halves, so that every order of summation gives the same bfloat16.
-    ``routing``: "distinct", "holes" (-1 here and there), "duplicates" (experts twice in a
-    row, weights of any sign).
+    ``routing``: "distinct", "holes" (-1 here and there), "padded" (the last third of the rows has
+    no expert), "duplicates" (experts twice in a row, weights of any sign).
     """
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randint(-3, 4, (num_tokens, hidden), generator=generator).to(torch.bfloat16)
@@ -61,6 +61,8 @@ def routed(
     weights = torch.full((num_tokens, num_topk), 0.5)
     if routing == "holes":
         idx = torch.where(torch.rand(idx.shape, generator=generator) < 0.4, -1, idx)
+    if routing == "padded":
+        idx[num_tokens - (num_tokens + 2) // 3 :] = -1
     if routing == "duplicates":
         idx = torch.randint(0, NUM_EXPERTS, idx.shape, generator=generator)
         sign = torch.randint(0, 2, idx.shape, generator=generator) * 2 - 1

@@ -16,6 +16,8 @@ from torch import Tensor
 IS_AVAILABLE = importlib.util.find_spec("vllm") is not None
 BATCHED_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe"
 """The module of vLLM's Triton experts of rows by expert."""
+GROUPED_ROUTER = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router"
+"""The module of vLLM's router of grouped top-k."""
 
 if IS_AVAILABLE:
     from vllm.distributed.device_communicators.base_device_communicator import (

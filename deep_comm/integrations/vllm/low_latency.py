@@ -75,6 +75,9 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         self.global_to_physical = cast(global_to_physical)
         self.physical_to_global = cast(physical_to_global)
         self.local_expert_global_ids = cast(local_expert_global_ids)
+        table = self.global_to_physical
+        # The last entry is where an index of -1 leads: no expert.
+        self._table = None if table is None else torch.cat([table, table.new_full((1,), -1)])
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
@@ -96,7 +99,7 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         return self.max_tokens_per_rank
 
     def _physical(self, topk_ids: Tensor) -> Tensor:
-        return topk_ids if self.global_to_physical is None else self.global_to_physical[topk_ids]
+        return topk_ids if self._table is None else self._table[topk_ids]
 
     # ---- prepare -------------------------------------------------------------------------------
 

@@ -104,6 +104,27 @@ def _load_by_descriptors() -> None:
     experts.use_tensor_descriptor = decide_here
 
 
+def _leave_padding_out() -> None:
+    """vLLM's routers give rows that only fill up a CUDA graph, or the step of an idle rank, no
+    expert. That of grouped top-k does so only if a model asks for it, since not every backend takes
+    indices of -1. The adapters do: such rows are not sent, and no weights are loaded for them.
+    """
+    try:
+        router: Any = importlib.import_module(vllm.GROUPED_ROUTER).GroupedTopKRouter
+    except (ImportError, AttributeError):
+        return
+    make = router.__init__
+    if "skip_padding" not in inspect.signature(make).parameters or hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.skip_padding = True  # VLLM_MOE_SKIP_PADDING=0 still turns it off
+
+    router.__init__ = make_here
+
+
 @functools.cache
 def _has_tma() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -136,6 +157,7 @@ def register() -> None:
     _keep_graphs()
     _let_workspaces_grow()
     _load_by_descriptors()
+    _leave_padding_out()
     log.set_up()
     log.logger.info(
         "deep_comm %s serves vLLM's deepep_high_throughput and deepep_low_latency", __version__

@@ -121,7 +121,11 @@ def test_standard_format_prefill_and_decode(
         modes = []
         for step, most in enumerate((30, 8, 5, 30, 8)):
             tokens = most if rank == step % 2 else (rank * 3) % (most // 2 + 1)
-            x, ids, weights = drop_in.routed(rank, tokens, num_topk=num_topk, seed=step)
+            # Some steps are filled up, that of an idle rank with a token alone.
+            routing = "padded" if step > 2 else "distinct"
+            x, ids, weights = drop_in.routed(
+                rank, tokens, num_topk=num_topk, routing=routing, seed=step
+            )
             forward_context.set_tokens_of_ranks(torch.tensor([most, most // 2]))
             a1q, scale, meta, recv_ids, recv_weights = prepare_finalize.prepare(
                 x, weights, ids, NUM_EXPERTS, None, False, vllm_quant(kind)

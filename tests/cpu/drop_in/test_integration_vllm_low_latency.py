@@ -57,7 +57,11 @@ def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
         largest = 7 if most is None else most
         tokens_of_ranks = [largest // 3] * num_ranks
         tokens_of_ranks[step % num_ranks] = largest
-        x, ids, weights = drop_in.routed(rank, tokens_of_ranks[rank], hidden=hidden, seed=step)
+        # Some steps are filled up, that of an idle rank with a token alone.
+        routing = "padded" if step > 2 else "distinct"
+        x, ids, weights = drop_in.routed(
+            rank, tokens_of_ranks[rank], hidden=hidden, routing=routing, seed=step
+        )
         forward_context.set_tokens_of_ranks(None if most is None else torch.tensor(tokens_of_ranks))
         hook, receiver = prepare_finalize.prepare_async(
             x, weights, ids, NUM_EXPERTS, None, False, config
@@ -67,13 +71,21 @@ def test_batched_format(group, /, kind: str, is_moved: bool) -> None:
         assert recv_ids is None and recv_weights is None
         assert experts.max_num_tokens == room and rows.shape[1] == num_ranks * room
         counts = meta.expert_num_tokens
+        all_ids = [
+            drop_in.routed(one, tokens_of_ranks[one], hidden=hidden, routing=routing, seed=step)[1]
+            for one in range(num_ranks)
+        ]
+        moved = prepare_finalize.global_to_physical
+        chosen = torch.cat(all_ids).flatten()
+        chosen = chosen[chosen >= 0] if moved is None else moved[chosen[chosen >= 0]]
+        wanted_counts = torch.bincount(chosen, minlength=NUM_EXPERTS)
+        assert counts.tolist() == wanted_counts[rank * num_local :][:num_local].tolist()
         if kind == "ue8m0":
             assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
             packed = scales.squeeze(-1).contiguous().unsqueeze(-1)
             exponents = packed.view(torch.uint8).to(torch.int32) - 127
             scales = torch.exp2(exponents.float())
         values = rows.float() if scales is None else drop_in.dequantised(rows, scales)
-        moved = prepare_finalize.global_to_physical
         first = rank * num_local
         out = torch.zeros(rows.shape, dtype=torch.bfloat16)
         for expert, count in enumerate(counts.tolist()):

@@ -13,6 +13,7 @@ from vllm.config.compilation import CompilationConfig
 from vllm.distributed.device_communicators import all2all
 from vllm.model_executor.layers.fused_moe import all2all_utils
 from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
+from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
 from vllm.v1.worker.workspace import WorkspaceManager
 
 from deep_comm import UnsupportedError
@@ -30,6 +31,8 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(all2all_utils, name, getattr(all2all_utils, name))
     rule = CompilationConfig.set_splitting_ops_for_v1
     monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", rule)
+    router = grouped_topk_router.GroupedTopKRouter
+    monkeypatch.setattr(router, "__init__", router.__init__)
 
 
 def test_plugin_does_nothing_unless_asked(
@@ -97,6 +100,24 @@ def test_experts_use_descriptors_where_there_is_tma_and_nobody_says_otherwise(
     monkeypatch.setattr(envs, "VLLM_TRITON_USE_TD", asked)
     # The stand-in's own rule is that of no XPU, without the setting.
     assert fused_batched_moe.use_tensor_descriptor() == (has_tma and asked is None)
+
+
+def test_routers_of_grouped_top_k_leave_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = grouped_topk_router.GroupedTopKRouter
+    monkeypatch.setattr(router, "__init__", inspect.unwrap(router.__init__))
+    assert not router(8, 256).skip_padding
+    for _ in range(2):
+        adapter.register()
+    assert router(8, global_num_experts=256).skip_padding
+    assert router(8, 256, skip_padding=True).skip_padding
+
+    def older(self: object, top_k: int) -> None: ...
+
+    monkeypatch.setattr(router, "__init__", older)
+    adapter.register()
+    assert not hasattr(router(8), "skip_padding")
+    monkeypatch.setitem(sys.modules, grouped_topk_router.__name__, None)
+    adapter.register()
 
 
 def test_graphs_of_an_older_vllm_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,8 +118,9 @@ def test_a_row_of_figures_is_measured_beside_its_base(
 
 
 def test_a_trace_says_what_the_steps_were_and_which_kernels_ran(tmp_path: Path) -> None:
-    def event(kind: str, name: str, at: float, us: float) -> dict:
-        return dict(ph="X", cat=kind, name=name, ts=at, dur=us)
+    def event(kind: str, name: str, at: float, us: float, blocks: int = 1) -> dict:
+        args = dict(grid=[blocks, 1, 1]) if kind == "kernel" else {}
+        return dict(ph="X", cat=kind, name=name, ts=at, dur=us, args=args)
 
     step = "execute_context_{}(9)_generation_{}(4)"
     events = [
@@ -128,6 +129,7 @@ def test_a_trace_says_what_the_steps_were_and_which_kernels_ran(tmp_path: Path) 
         event("user_annotation", step.format(0, 4), 5000, 50),
         event("user_annotation", step.format(0, 4), 9000, 50),
         event("kernel", "experts", 100, 300), event("kernel", "experts", 1000, 100),
+        event("kernel", "experts", 700, 100, 64), event("gpu_memcpy", "copy", 900, 10),
         event("kernel", "dispatch", 350, 250), event("cpu_op", "aten::add", 0, 5000),
         dict(ph="M", name="process_name"),
     ]  # fmt: skip
@@ -140,10 +142,14 @@ def test_a_trace_says_what_the_steps_were_and_which_kernels_ran(tmp_path: Path) 
         "1 prompts, 0 single tokens": dict(count=1, median_ms=2.0),
         "0 prompts, 4 single tokens": dict(count=2, median_ms=3.5),
     }
-    assert [(one["name"], one["us"], one["count"]) for one in found["kernels"]] == [
-        ("experts", 400, 2), ("dispatch", 250, 1),
+    found_kernels = [
+        (one["name"], one["grid"], one["us"], one["count"]) for one in found["kernels"]
+    ]
+    assert found_kernels == [
+        ("experts", [1, 1, 1], 400, 2), ("dispatch", [1, 1, 1], 250, 1),
+        ("experts", [64, 1, 1], 100, 1), ("copy", [], 10, 1),
     ]  # fmt: skip
-    assert found["busy"] == pytest.approx(600 / 1000)
+    assert found["busy"] == pytest.approx(710 / 1000)
 
 
 def test_prompts_have_mixed_lengths_and_repeat() -> None:

@@ -83,6 +83,6 @@ def test_fp8_blocks_stand_for_the_same_weights_and_only_of_experts(tmp_path: Pat
 
 
 def test_large_models_have_the_sizes_of_large_ones() -> None:
-    for name in ("large", "large-fp8"):
+    for name in ("large", "large-fp8", "large-deepseek"):
         model = models.MODELS[name]
         assert (model.hidden, model.experts, model.topk) == (7168, 256, 8)

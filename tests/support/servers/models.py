@@ -40,7 +40,7 @@ class Model:
     vocab: int = 4096
 
 
-_LARGE = dict(layers=2, experts=256, hidden=7168, inter=2048)
+_LARGE: dict[str, int] = dict(layers=2, experts=256, hidden=7168, inter=2048)
 
 MODELS = {
     model.name: model
@@ -53,6 +53,7 @@ MODELS = {
         Model("small", "qwen", layers=2, experts=8, topk=2, hidden=256, vocab=256),
         Model("large", "qwen", **_LARGE),
         Model("large-fp8", "qwen", fp8=True, **_LARGE),
+        Model("large-deepseek", "deepseek", **_LARGE | dict(layers=3)),  # the first is dense
     )
 }
 

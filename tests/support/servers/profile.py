@@ -61,12 +61,16 @@ def _events(path: Path) -> list[dict[str, Any]]:
 def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Steps by their requests, of prompts and of single tokens: from the host's begin of one to the
     next one's. Kernels: microseconds in all, and how many. busy: share of the time with a kernel.
+
+    Launches of a kernel with other grids are apart: steps with prompts and steps of single tokens
+    give the same kernels different work.
     """
     timed = [event for event in events if event.get("ph") == "X"]
     kernels = [one for one in timed if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    by_name: dict[str, list[float]] = {}
+    alike: dict[tuple[str, tuple[int, ...]], list[float]] = {}
     for one in kernels:
-        by_name.setdefault(one["name"], []).append(one["dur"])
+        grid = tuple(one.get("args", {}).get("grid", ()))
+        alike.setdefault((one["name"], grid), []).append(one["dur"])
     begun = sorted(
         (one["ts"], found[1], found[2])
         for one in timed
@@ -76,15 +80,21 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     for (at, prompts, single), (then, _, _) in zip(begun[:-1], begun[1:], strict=True):
         kind = f"{prompts} prompts, {single} single tokens"
         after.setdefault(kind, []).append((then - at) / 1e3)
-    most = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_NUM_KERNELS]
+    most = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_NUM_KERNELS]
     return dict(
         steps={
             kind: dict(count=len(ms), median_ms=statistics.median(ms)) for kind, ms in after.items()
         },
         busy=_busy(kernels),
         kernels=[
-            dict(name=name[:120], us=sum(us), count=len(us), median_us=statistics.median(us))
-            for name, us in most
+            dict(
+                name=name[:120],
+                grid=list(grid),
+                us=sum(us),
+                count=len(us),
+                median_us=statistics.median(us),
+            )
+            for (name, grid), us in most
         ],
     )
 
