@@ -174,7 +174,7 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
 
   // ---- batches
   py::object batch_of(const py::dict& values) const;
-  void set_scales(const py::dict& values, const py::object& by_expert) const;
+  py::object flat_scales(const py::object& by_expert) const;
 
  private:
   struct SentDecode {
@@ -194,7 +194,7 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
   TensorRef read_rows(PyObject* given, int64_t num_rows, py::object* kept) const;
   ConfigChoice config_of(PyObject* operation);
   SentDecode send_decode(const Arguments<4>& given, bool has_hook);
-  py::object hook_of_scales(py::object hook, py::dict values, py::object by_expert);
+  py::object hook_of_scales(py::object hook, py::object by_expert, py::object flat);
   Sums send_sums(const Arguments<2>& given, bool is_async);
   Sums send_sums(PyObject* given_rows, const Decoded& state, bool is_async);
   Sums send_sums(PyObject* given_rows, const Prefilled& state, bool is_async);
@@ -243,12 +243,12 @@ void LayerCalls::fit_to_decode(Tokens* tokens, bool asks) const {
                     "must have at most " + std::to_string(form.decode_tokens) +
                         " (decode_tokens) in a decode step or in a captured one");
   }
-  x.shape[0] = form.decode_tokens + 1;
   TensorRef& idx = tokens->topk_idx;
-  if (idx.type == kInt64 || idx.type == kInt32) {
-    tokens->kept_idx = idx.type == kInt64 ? nowhere_int64 : nowhere_int32;
-    idx = buffer->reader.read(tokens->kept_idx.ptr());
-  }  // else refused by its name
+  // The prefill that follows takes them, when peers count on this rank.
+  require_topk(idx, tokens->topk_weights, x.shape[0], buffer->context.device_name);
+  x.shape[0] = form.decode_tokens + 1;
+  tokens->kept_idx = idx.type == kInt64 ? nowhere_int64 : nowhere_int32;
+  idx = buffer->reader.read(tokens->kept_idx.ptr());
   tokens->topk_weights = buffer->reader.read(no_weights.ptr());
 }
 
@@ -300,10 +300,16 @@ py::object LayerCalls::batch_of(const py::dict& values) const {
   return batch;
 }
 
-// [L, N, S] as a batch has them, [L * N, S]: a copy, mostly.
-void LayerCalls::set_scales(const py::dict& values, const py::object& by_expert) const {
-  set_value(values, Keys::get().scales,
-            by_expert.attr("reshape")(-1, form.hidden / kScaleBlockColumns));
+// Memory for scales [L, N, S] as a batch has them: [L * N, S].
+py::object LayerCalls::flat_scales(const py::object& by_expert) const {
+  const int num_columns = form.hidden / kScaleBlockColumns;
+  const auto num_scales = by_expert.attr("numel")().cast<int64_t>();
+  return by_expert.attr("new_empty")(py::make_tuple(num_scales / num_columns, num_columns));
+}
+
+// Once they have come. It allocates nothing: peers count on this rank by then.
+static void fill_scales(const py::object& flat, const py::object& by_expert) {
+  flat.attr("view")(by_expert.attr("shape")).attr("copy_")(by_expert);
 }
 
 py::object LayerCalls::prefill_batch(DispatchResult result, bool is_bounded) const {
@@ -325,12 +331,11 @@ py::object LayerCalls::prefill_batch(DispatchResult result, bool is_bounded) con
 struct ScalesHook {
   std::shared_ptr<LayerCalls> of;
   py::object hook;
-  py::dict values;
-  py::object by_expert;
+  py::object by_expert, flat;
 
   py::object receive(const Arguments<0>& /*none*/) {
     hook();
-    of->set_scales(values, by_expert);
+    fill_scales(flat, by_expert);
     return py::none();
   }
 };
@@ -339,11 +344,11 @@ CallContext::InCall enter_call(ScalesHook& self) {
   return CallContext::InCall(self.of->buffer->context);
 }
 
-py::object LayerCalls::hook_of_scales(py::object hook, py::dict values, py::object by_expert) {
+py::object LayerCalls::hook_of_scales(py::object hook, py::object by_expert, py::object flat) {
   return method_function<&ScalesHook::receive>(
       "hook",
       std::make_shared<ScalesHook>(
-          ScalesHook{shared_from_this(), std::move(hook), std::move(values), std::move(by_expert)}),
+          ScalesHook{shared_from_this(), std::move(hook), std::move(by_expert), std::move(flat)}),
       buffer->python.raise_recorded);
 }
 
@@ -366,7 +371,7 @@ LayerCalls::SentDecode LayerCalls::send_decode(const Arguments<4>& given, bool h
                                  .is_reporting = asks && !counters,
                                  .has_hook = has_hook,
                                  .is_flat = true}));
-  // All but the scales' order is made before the launch: peers count on this rank after it.
+  // Everything is made before the launch: peers count on this rank after it.
   LowLatencyDispatchResult& result = reserved.result;
   const Keys& keys = Keys::get();
   const py::dict values = copy_of(decode_values);
@@ -376,15 +381,17 @@ LayerCalls::SentDecode LayerCalls::send_decode(const Arguments<4>& given, bool h
       std::make_unique<Decoded>(Decoded{std::move(result.record), std::move(tokens.kept_idx), 0});
   Decoded& state = *made;
   set_value(values, keys.state, py::cast(std::move(made)));
-  SentDecode sent{batch_of(values), low_latency->hook_of(std::move(result.pending))};
   const py::object by_expert = object_of(std::move(result.recv_scales));
   const bool has_scales = !by_expert.is_none();
-  if (has_hook && has_scales) sent.hook = hook_of_scales(std::move(sent.hook), values, by_expert);
+  const py::object scales = has_scales ? flat_scales(by_expert) : py::none();
+  set_value(values, keys.scales, scales);
+  SentDecode sent{batch_of(values), low_latency->hook_of(std::move(result.pending))};
+  if (has_hook && has_scales) sent.hook = hook_of_scales(std::move(sent.hook), by_expert, scales);
   buffer->context.keep_step([&] {
     if (tells) state.exchange = counters->publish(static_cast<uint64_t>(tokens.x.shape[0]));
     calls.launch(std::move(reserved));
   });
-  if (!has_hook && has_scales) set_scales(values, by_expert);
+  if (!has_hook && has_scales) fill_scales(scales, by_expert);
   return sent;
 }
 

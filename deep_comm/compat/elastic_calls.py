@@ -132,6 +132,19 @@ class ElasticCalls:
         self, x: Payload, handle: EPHandle, topk_weights: Tensor | None, rows: Rows, timing: Timing
     ) -> DispatchResult:
         handle = handle.with_expand(rows.do_expand)
+        if topk_weights is not None:
+            first = x[0] if isinstance(x, (tuple, list)) and x else x
+            num_tokens = first.shape[0] if isinstance(first, Tensor) and first.dim() else None
+            checks.tensor(
+                "topk_weights", topk_weights, self._buffer.device, shape=[num_tokens, None],
+                dtypes={torch.float32},
+            )  # fmt: skip
+            num_topk = handle.topk_idx.shape[1]
+            if topk_weights.shape[1] != num_topk:
+                raise HandleMismatch(
+                    "topk_weights", list(topk_weights.shape),
+                    f"must have the handle's {num_topk} columns",
+                )  # fmt: skip
 
         def run(**options: Any) -> tuple[Any, ...]:
             if handle.is_expanded_by_engine:
@@ -158,19 +171,7 @@ class ElasticCalls:
     def _cached_weights(self, topk_weights: Tensor, handle: EPHandle) -> Tensor:
         """Weights take the way of the rows: as rows, filled up to what a row must be a multiple
         of."""
-        checks.tensor(
-            "topk_weights",
-            topk_weights,
-            self._buffer.device,
-            shape=[None, None],
-            dtypes={torch.float32},
-        )
         num_tokens, num_topk = topk_weights.shape
-        if num_topk != handle.topk_idx.shape[1]:
-            raise HandleMismatch(
-                "topk_weights", list(topk_weights.shape),
-                f"must have the handle's {handle.topk_idx.shape[1]} columns",
-            )  # fmt: skip
         rows = topk_weights.new_zeros(
             num_tokens, integers.round_up(num_topk, _FLOATS_OF_ROW_ALIGNMENT)
         )
@@ -180,7 +181,7 @@ class ElasticCalls:
         weights = torch.where(handle.is_selected_here, received[:, :num_topk], 0.0)
         if not handle.is_expanded_by_engine:
             return weights
-        return Expansion(handle.slots, handle.num_expanded_tokens).weights(weights)
+        return Expansion(handle.dispatched_slots, handle.num_expanded_tokens).weights(weights)
 
     def _run_dispatch(
         self,
@@ -215,7 +216,7 @@ class ElasticCalls:
             made = handle.materialise() if is_capturing else []
             recv_x, recv_sf = recv if isinstance(recv, tuple) else (recv, None)
             if by_torch:
-                expansion = Expansion(handle.slots, handle.num_expanded_tokens)
+                expansion = Expansion(handle.dispatched_slots, handle.num_expanded_tokens)
                 recv_x = expansion.rows(recv_x, rows.do_zero_padding)
                 if recv_sf is not None:
                     recv_sf = expansion.rows(recv_sf, rows.do_zero_padding)
@@ -236,6 +237,17 @@ class ElasticCalls:
         bias: Tensor | tuple[Tensor, Tensor] | None,
         timing: Timing,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        for one in tensors(bias):
+            checks.tensor(
+                "bias", one, x.device, shape=(handle.topk_idx.shape[0], x.shape[1]),
+                dtypes={x.dtype},
+            )  # fmt: skip
+        num_rows = handle.num_expanded_tokens
+        if handle.do_expand and not handle.is_metadata_lent and x.shape[0] != num_rows:
+            raise HandleMismatch(
+                "handle", f"{num_rows} expanded rows",
+                f"must be of a dispatch that returned as many rows as x has ({x.shape[0]})",
+            )  # fmt: skip
         num_cut = max(handle.num_cut_rows, 0)
         if handle.do_expand or x.shape[0] != handle.num_recv_tokens - num_cut:
             num_cut = 0

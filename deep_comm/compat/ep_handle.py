@@ -194,7 +194,7 @@ class EPHandle:
         return self._field("topk_idx", self._experts_of_selections)
 
     def _experts_of_selections(self) -> Tensor:
-        slots, experts = self._slots().to(torch.int64), self._made_by_dispatch
+        slots, experts = self.dispatched_slots.to(torch.int64), self._made_by_dispatch
         if experts.shape[0] == 0:
             return experts.new_full(slots.shape, -1)
         return torch.where(slots >= 0, experts[slots.clamp(min=0)], -1)
@@ -203,9 +203,10 @@ class EPHandle:
     def is_selected_here(self) -> Tensor:
         """bool [N, K]"""
         expansion = self._expansion
-        return (self._made_by_dispatch if expansion is None else self._slots()) >= 0
+        return (self._made_by_dispatch if expansion is None else self.dispatched_slots) >= 0
 
-    def _slots(self) -> Tensor:
+    @property
+    def dispatched_slots(self) -> Tensor:
         """int32 [N, K] as the dispatch laid the rows out."""
         expansion = self._expansion
         if expansion is not None:
@@ -323,7 +324,7 @@ class EPHandle:
         return torch.where(expand.is_last_at_owner(owners), slots, -1).to(torch.int32)
 
     def _metadata(self) -> Tensor:
-        slots = self._slots()
+        slots = self.dispatched_slots
         num_recv, num_topk = slots.shape
         ends = self._ends_by_source
         rows = torch.arange(num_recv, dtype=torch.int32, device=ends.device)

@@ -72,13 +72,13 @@ def install(target: Path | None = None) -> Path:
     """
     target = default_target() if target is None else target
     package = target / NAME
-    if is_ours(target):
-        uninstall(target)
-    elif package.exists() or _dist_info(target) is not None:
+    if not is_ours(target) and (package.exists() or _dist_info(target) is not None):
         raise InstallError(f"{target} has another {NAME}: remove it first (pip uninstall {NAME})")
     found = existing()
     if found is not None and found not in (package.resolve(), (SITE / NAME).resolve()):
         raise InstallError(f"import {NAME} finds {found}, not by deep_comm: remove it first")
+    if is_ours(target):
+        uninstall(target)
     target.mkdir(parents=True, exist_ok=True)
     shutil.copytree(SITE / NAME, package, ignore=shutil.ignore_patterns("__pycache__"))
     info = target / f"{NAME}-{VERSION}.dist-info"

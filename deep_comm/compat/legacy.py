@@ -62,7 +62,8 @@ _OWN_OPTIONS = tuple(
 
 
 def _native(given: Any, handle: Any) -> Any:
-    return handle.native if type(handle) is HandleTuple else handle
+    """One that a caller has built in this class has nothing behind it."""
+    return getattr(handle, "native", handle) if type(handle) is HandleTuple else handle
 
 
 def _event(previous_event: Any, handle: Any) -> Any:
@@ -84,7 +85,9 @@ def _with_sms_of(config: Any, handle: Any) -> Any:
     is_handle = isinstance(handle, (tuple, list)) and len(handle) in _SMS_OF_CHANNEL
     if not (is_handle and isinstance(handle[1], Tensor) and isinstance(config, Config)):
         return config  # what is wrong is refused by the call
-    num_channels, num_sms = handle[1].shape[-1], _SMS_OF_CHANNEL[len(handle)]
+    if handle[1].dim() != 2 or handle[1].shape[1] == 0:
+        return config  # likewise
+    num_channels, num_sms = handle[1].shape[1], _SMS_OF_CHANNEL[len(handle)]
     if config.num_sms // num_sms == num_channels:
         return config
     return dataclasses.replace(config, num_sms=num_channels * num_sms)

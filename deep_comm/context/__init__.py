@@ -116,18 +116,21 @@ class Context:
             places = memories if device.type == "cpu" else hosts
             self.rail = rails.choose(wanted_rail, device.type, self.topology, places)
             self.members = self.membership = self.rendezvous.members
+            self.trace_rings: Rings | None = None
+
+            def prepare() -> list[tuning.Entry]:
+                if settings.trace_calls > 0:  # a rank without room must not build alone
+                    self.trace_rings = self._rings(settings.trace_calls, names[0])
+                return tuning.read(device, self.num_ranks)
+
             # One rank's for all: hosts may have measured at other times, or not at all.
             self.tuned = self.rendezvous.all_gather_result(
-                "read what was tuned", lambda: tuning.read(device, self.num_ranks)
+                "read what was tuned and make its trace", prepare
             )[0]
             self._create(settings)
-            self.trace_rings: Rings | None = None
-            if settings.trace_calls > 0:
-                try:
-                    self._trace(settings.trace_calls, names[0])
-                except BaseException:
-                    self.close()
-                    raise
+            if self.trace_rings is not None:
+                self.failures.trace_rings = self.trace_rings
+                self.engine.set_trace(self.trace_rings.address, self.trace_rings.num_calls)
 
     def _lay_out(self, settings: Settings) -> int:
         """Bytes of a heap: words, normal mode, low-latency mode, words and rings of the rail."""
@@ -258,17 +261,18 @@ class Context:
             require_present=self._absence.require_present,
         )
 
-    def _trace(self, num_calls: int, name: str) -> None:
+    def _rings(self, num_calls: int, name: str) -> Rings:
         from deep_comm.trace.rings import Rings  # loaded where it is used
 
         # The host target has one clock; a GPU's is its own.
         where = "" if self.device.type == "cpu" else f" {self.device} of rank {self.rank}"
-        self.trace_rings = Rings(
-            self.device, num_calls, self.rank, self.num_ranks, name,
-            host_identity() + where, self.failures.synchronize,
-        )  # fmt: skip
-        self.failures.trace_rings = self.trace_rings
-        self.engine.set_trace(self.trace_rings.address, self.trace_rings.num_calls)
+        try:
+            return Rings(
+                self.device, num_calls, self.rank, self.num_ranks, name,
+                host_identity() + where, self.synchronize,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            raise errors.AllocationError(_core.trace_bytes(num_calls), f"trace: {error}") from error
 
     def check(self) -> None:
         """Raise what a kernel recorded, if any has. Does not wait."""

@@ -89,7 +89,7 @@ class LayerCalls:
                 torch.full(asking, -1, dtype=dtype, device=buffer.device)
                 for dtype in (torch.int64, torch.int32)
             ],
-            no_weights=torch.zeros(asking, device=buffer.device),
+            no_weights=torch.zeros(asking, dtype=torch.float32, device=buffer.device),
         )
         self.decode: Callable[[Any, Any, Any, bool], ExpertBatch] = calls.decode
         self.begin_decode: Callable[

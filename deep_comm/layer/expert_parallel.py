@@ -166,15 +166,15 @@ class ExpertParallel(torch.nn.Module):
         num_nodes = buffer._context.topology.num_nodes
         self.memory = estimate_memory(shape, num_ranks, mode, buffer.device.type, num_nodes)
         can_decode = shape.can_decode and mode != "prefill"
-        if can_decode:
-            try:
-                construction.require_decode(buffer, shape)
-            except BaseException:
-                self.destroy()
-                raise
         if max_recv_rows is None:
             max_recv_rows = construction.most_rows(self.shape, num_ranks, expert_alignment)
-        self._steps = Steps(buffer, self.shape, expert_alignment, max_recv_rows, can_decode)
+        try:
+            if can_decode:
+                construction.require_decode(buffer, shape)
+            self._steps = Steps(buffer, self.shape, expert_alignment, max_recv_rows, can_decode)
+        except BaseException:
+            self.destroy()
+            raise
         self._key = ops.register(self)
         log.logger.info("%s is built over %s", repr(self), repr(buffer))
         log.show_calls(self, buffer.rank, _SHOWN_CALLS, buffer.stats)
@@ -334,7 +334,8 @@ class ExpertParallel(torch.nn.Module):
         Raises:
             ArgumentError, BufferTooSmall: nothing was launched.
             ConfigMismatch, ExpertIndexError, CapacityError, PeerTimeout, MaskedOut: as of Buffer's
-                dispatch.
+                dispatch; in decode steps as of low_latency_dispatch, so that ExpertIndexError is of
+                the rank with the bad index alone.
 
         Examples:
             >>> def experts(batch):

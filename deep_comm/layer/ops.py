@@ -74,7 +74,10 @@ def _keep(state: Any) -> Tensor:
 def _kept(state: Tensor) -> Any:
     found = _states.get(int(state[0]))
     if found is None:
-        raise DeepCommError("the state of a batch is gone: its dispatch was of another run")
+        raise DeepCommError(
+            "the state of a batch is gone: its dispatch was of another run, or hooks of saved "
+            "tensors (activation offload) have put a copy in its place"
+        )
     return found
 
 
@@ -130,7 +133,8 @@ def ep_rows(
         batch.x,
         x.new_empty(0, 0, dtype=torch.float32) if scales is None else scales.contiguous(),
         of_batch.weights if type(of_batch) is Prefilled else no_weights,
-        batch.num_tokens_per_expert,
+        # The graph may write over its results, and combine and gradients need these.
+        batch.num_tokens_per_expert.clone(),
         batch.offsets.clone(),
     )
 
@@ -206,7 +210,7 @@ def ep_combine_grads(
 def _(
     grad: Tensor, rows: Tensor, weights: Tensor, state: Tensor, layer: str
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weights)
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -225,7 +229,9 @@ def _rows_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         shape, dtype = ctx.rows_like
         grad_rows = torch.zeros(shape, dtype=dtype, device=topk_idx.device)
     if grad_weights is None:
-        grad_weights = torch.zeros(ctx.weights_like, device=topk_idx.device)
+        grad_weights = torch.zeros(
+            ctx.weights_like, dtype=torch.float32, device=topk_idx.device
+        )
     grad_x, grad_topk_weights = ep_dispatch_grads(
         grad_rows, grad_weights, topk_idx, state, ctx.layer
     )

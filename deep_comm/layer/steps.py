@@ -187,10 +187,18 @@ class Steps:
             if is_grad_enabled():
                 self._refuse_grad(x, topk_weights)
             batch, hook = self.calls.begin_decode(x, topk_idx, topk_weights, way == "ask")
+            were_few = True if way == "decode" else None
+            has_come = False
 
             def receive() -> ExpertBatch:
-                hook()
-                if way == "decode" or self.rule.learn(self._most(batch.state)):
+                # After BufferInUse it goes on where it was refused.
+                nonlocal were_few, has_come
+                if not has_come:
+                    hook()
+                    has_come = True
+                if were_few is None:
+                    were_few = self.rule.learn(self._most(batch.state))
+                if were_few:
                     return batch
                 return self._prefill(x, topk_idx, topk_weights, False)
 

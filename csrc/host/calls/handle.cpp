@@ -100,6 +100,67 @@ void require_device(const CallContext& context, const TensorRef& tensor) {
                 "must be on " + context.device_name);
 }
 
+// Kernels read as much as these numbers say. Behind require_kinds and require_group.
+void require_extents(const CallContext& context, const GivenHandle& given) {
+  const GroupShape& group = context.group;
+  const std::vector<TensorRef>& tensors = given.tensors;
+  const auto require = [&](const char* name, const TensorRef& tensor,
+                           std::initializer_list<int64_t> shape) {
+    require_tensor(name, tensor, {shape}, context.device_name);
+  };
+  const int64_t num_ranks = group.num_ranks, num_channels = tensors[1].shape[1];
+  if (!group.is_internode()) {
+    const int64_t num_tokens = tensors[4].shape[0];
+    require("handle[0]", tensors[0], {num_ranks, num_ranks});
+    require("handle[1]", tensors[1], {num_ranks, num_channels});
+    require("handle[2]", tensors[2], {num_ranks, num_channels});
+    require("handle[4]", tensors[4], {num_tokens, num_ranks});
+    require("handle[5]", tensors[5], {num_tokens, num_ranks});
+    return;
+  }
+  constexpr int64_t kMetaBytes = 8;
+  const int64_t num_tokens = tensors[0].shape[0], num_nodes = group.num_nodes;
+  const int64_t ranks_per_node = num_ranks / num_nodes;
+  require("handle[2]", tensors[2], {num_ranks, num_channels});
+  require("handle[3]", tensors[3], {num_nodes, num_channels});
+  require("handle[4]", tensors[4], {num_nodes});
+  require("handle[5]", tensors[5], {num_ranks, num_channels});
+  require("handle[6]", tensors[6], {num_ranks});
+  require("handle[7]", tensors[7], {-1, kMetaBytes});
+  require("handle[8]", tensors[8], {num_tokens, num_nodes});
+  require("handle[9]", tensors[9], {-1, ranks_per_node});
+  if (given.send_slots.is_given()) {
+    require_tensor("handle.send_slots", given.send_slots,
+                   {{num_tokens, num_nodes + num_ranks}, {kInt32}}, context.device_name);
+  }
+  if (given.forward_slots.is_given()) {
+    const int64_t num_slots =
+        (num_nodes + 1) * ranks_per_node + num_channels * num_nodes * ranks_per_node;
+    require_tensor("handle.forward_slots", given.forward_slots, {{num_slots}, {kInt32}},
+                   context.device_name);
+  }
+}
+
+void require_expansion(const CallContext& context, const GivenHandle& given) {
+  const GivenHandle::Expansion& expansion = *given.expansion;
+  const GroupShape& group = context.group;
+  const auto require = [&](const char* name, const TensorRef& tensor,
+                           std::initializer_list<int64_t> shape) {
+    require_tensor(name, tensor, {shape, {kInt32}}, context.device_name);
+  };
+  require("handle.expansion.recv_rows", expansion.recv_rows, {-1, -1});
+  require("handle.expansion.expert_counts", expansion.expert_counts, {-1});
+  const int64_t num_local_experts = given.num_experts != 0
+                                        ? group.num_local_experts(given.num_experts)
+                                        : expansion.expert_counts.shape[0];
+  require("handle.expansion.expert_counts", expansion.expert_counts, {num_local_experts});
+  require("handle.expansion.expert_offsets", expansion.expert_offsets, {num_local_experts + 1});
+  if (group.is_internode()) return;
+  require("handle.expansion.send_row", expansion.send_row,
+          {given.tensors[4].shape[0], group.num_ranks});
+  require("handle.expansion.num_expanded", expansion.num_expanded, {group.num_ranks});
+}
+
 ExpansionRecord expansion_of(const Memory& memory, const GivenHandle::Expansion& given) {
   ExpansionRecord expansion;
   expansion.send_row = memory.address_of(given.send_row);
@@ -165,6 +226,8 @@ std::shared_ptr<DispatchRecord> record_of(const CallContext& context, const Give
   if (given.rank) require_rank(context, *given.rank);
   if (given.members) require_members(context, *given.members);
   for (const TensorRef& tensor : tensors) require_device(context, tensor);
+  require_extents(context, given);
+  if (given.expansion) require_expansion(context, given);
 
   auto record = std::make_shared<DispatchRecord>();
   record->owner = context.token;

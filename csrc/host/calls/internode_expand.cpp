@@ -8,8 +8,6 @@ ReceivedNumbering number_received(CallContext& context, const TierRows& received
                                   uintptr_t num_received, int num_local_experts,
                                   int expert_alignment, int64_t num_rows, int num_local_blocks,
                                   CallOrder& order) {
-  // The counts come first: a compiled graph takes them as they are (deep_comm/layer/ops.py), and
-  // expects a tensor that begins where its memory does.
   const OutputForm& form = received.form();
   RegionCursor cursor;
   const auto take = [&](int64_t num_words) {

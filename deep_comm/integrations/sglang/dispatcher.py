@@ -123,11 +123,15 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
 
     def dispatch_b(self) -> Any:
         self._require(Stage.DISPATCH_SENT, Stage.DISPATCHED)
-        self._stage = Stage.DISPATCHED
         pending, self._pending = self._pending, ()
-        if self._is_low_latency:
-            return self._receive_low_latency(*pending)
-        return self._receive_normal(*pending)
+        receive = self._receive_low_latency if self._is_low_latency else self._receive_normal
+        try:
+            received = receive(*pending)
+        except BaseException:
+            self._handle, self._stage = None, Stage.READY  # for the next dispatch
+            raise
+        self._stage = Stage.DISPATCHED
+        return received
 
     def combine(self, combine_input: Any) -> Tensor:
         self.combine_a(combine_input)
@@ -277,7 +281,7 @@ def shared_buffer(
     key = (id(group), hidden, num_experts, max_tokens, mode)
     with _lock:
         buffer = _buffers.get(key)
-    if buffer is not None:
+    if buffer is not None and buffer._context.is_open:
         return buffer
     topology = topology_of(group)
     num_nvl_bytes = num_rdma_bytes = 0

@@ -133,7 +133,7 @@ class LowLatencyManager(DeepCommAll2AllManager):
         return {
             "num_nvl_bytes": 0,
             "enable_shrink": self.support_fault_tolerance,
-            **_low_latency_arguments(kwargs, self.topology),
+            **_low_latency_arguments(kwargs, self.topology, self.support_fault_tolerance),
         }
 
     def get_handle(self, kwargs: dict[str, Any]) -> deep_comm.Buffer:
@@ -173,7 +173,9 @@ class LowLatencyManager(DeepCommAll2AllManager):
         return 0
 
 
-def _low_latency_arguments(kwargs: dict[str, Any], topology: Topology) -> dict[str, Any]:
+def _low_latency_arguments(
+    kwargs: dict[str, Any], topology: Topology, enable_shrink: bool = False
+) -> dict[str, Any]:
     names = {
         "max_num_tokens_per_dp_rank",
         "token_hidden_size",
@@ -189,5 +191,6 @@ def _low_latency_arguments(kwargs: dict[str, Any], topology: Topology) -> dict[s
         kwargs["num_ep_ranks"],
         kwargs["num_global_experts"],
         ranks_per_node=topology.ranks_per_node,
+        enable_shrink=enable_shrink,
     )
     return {"num_rdma_bytes": num_bytes, "low_latency_mode": True}
