@@ -20,7 +20,7 @@ from deep_comm.compat.expand import (
     rows_in_order,
 )
 from deep_comm.compat.section import Section
-from deep_comm.errors import HandleMismatch
+from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.ranks.topology import num_local_experts
 from deep_comm.settings import checks, integers
@@ -237,7 +237,12 @@ class ElasticCalls:
         bias: Tensor | tuple[Tensor, Tensor] | None,
         timing: Timing,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        for one in tensors(bias):
+        biases = bias if isinstance(bias, (tuple, list)) else (bias,)
+        if len(biases) > 2:
+            raise ArgumentError("bias", f"{len(biases)} tensors", "must be a tensor or two")
+        for one in biases:
+            if one is None:
+                continue
             checks.tensor(
                 "bias", one, x.device, shape=(handle.topk_idx.shape[0], x.shape[1]),
                 dtypes={x.dtype},

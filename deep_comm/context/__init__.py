@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from deep_comm import _core, errors, tuning
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.backends.base import EXCHANGE_API

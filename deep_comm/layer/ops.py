@@ -229,9 +229,7 @@ def _rows_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         shape, dtype = ctx.rows_like
         grad_rows = torch.zeros(shape, dtype=dtype, device=topk_idx.device)
     if grad_weights is None:
-        grad_weights = torch.zeros(
-            ctx.weights_like, dtype=torch.float32, device=topk_idx.device
-        )
+        grad_weights = torch.zeros(ctx.weights_like, dtype=torch.float32, device=topk_idx.device)
     grad_x, grad_topk_weights = ep_dispatch_grads(
         grad_rows, grad_weights, topk_idx, state, ctx.layer
     )

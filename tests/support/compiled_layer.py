@@ -24,6 +24,27 @@ def scaled(batch: ExpertBatch) -> Tensor:
     return batch.x * (1.0 + (batch.first_expert + expert) / 8).unsqueeze(1).to(batch.x.dtype)
 
 
+@torch.library.custom_op("deep_comm_tests::takes_tiles", mutates_args=())
+def takes_tiles(rows: Tensor, tiles: Tensor) -> Tensor:
+    """A kernel that the compiler does not look into."""
+    return rows.clone()
+
+
+@takes_tiles.register_fake
+def _(rows: Tensor, tiles: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+takes_tiles.register_autograd(lambda ctx, grad: (grad, None))
+
+
+def scaled_in_tiles(batch: ExpertBatch) -> Tensor:
+    """``scaled``, with a tensor that the compiler may put in the place of the counts, and rows that
+    are not contiguous."""
+    tiles = (batch.num_tokens_per_expert - 1) // 8
+    return takes_tiles(scaled(batch), tiles).t().clone(memory_format=torch.contiguous_format).t()
+
+
 def scaled_masked(batch: ExpertBatch) -> Tensor:
     assert batch.is_masked
     experts = torch.arange(batch.num_local_experts, device=batch.x.device)

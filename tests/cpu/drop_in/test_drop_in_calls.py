@@ -38,12 +38,18 @@ def test_handle_is_a_tuple_by_position_and_may_be_rebuilt(group, /) -> None:
         assert mask.dtype == torch.bool and send_head.shape == mask.shape
         assert channel_prefix.shape == recv_channel_prefix.shape
         copies = mask.sum(dim=1, keepdim=True)
-        for some in (handle, tuple(handle), list(handle), handle[:3] + handle[3:]):
+        for some in (
+            handle, tuple(handle), list(handle), handle[:3] + handle[3:], type(handle)(handle),
+        ):  # fmt: skip
             total = buffer.combine(recv_x, some)[0]
             assert torch.equal(total.float(), x.float() * copies)
             again = buffer.dispatch(x, handle=some)
             assert len(again) == 6 and again[1:5] == (None, None, None, None)
             assert torch.equal(again[0], recv_x)
+        for prefix in (torch.tensor(1, dtype=torch.int32), channel_prefix[:, :0]):
+            wrong = (rank_prefix, prefix, *handle[2:])
+            with pytest.raises(ValueError, match="^handle"):
+                buffer.combine(recv_x, wrong, config=deep_ep.Config(4, 6, 256))
 
 
 def test_internode_calls_in_the_orders_of_both_releases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,12 @@ for command in ("install", "uninstall"):
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 1 and str(tmp_path) in done.stderr
+    assert python("-m", "deep_comm.compat", "install", "--target", str(other)).returncode == 0
+    done = python(
+        "-m", "deep_comm.compat", "install", "--target", str(other),
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1 and (other / "deep_ep" / "__init__.py").exists()
 
 
 def test_modules_are_attributes_without_an_import_of_their_own() -> None:

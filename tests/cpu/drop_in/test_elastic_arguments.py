@@ -101,6 +101,63 @@ def test_arguments_are_checked_before_anything_is_sent(buffer, x, idx, /) -> Non
         buffer.combine(recv[0], handle)
     with pytest.raises(ValueError, match="handle"):
         buffer.combine(recv, handle._native)
+    for wrong in (torch.tensor(1.0), [x]):
+        with pytest.raises(ValueError, match="^x "):
+            buffer.dispatch(wrong, idx, num_experts=4)
+    for options, name in (
+        ({"topk_idx": idx[:, 0]}, "topk_idx"),
+        ({"topk_idx": [1]}, "topk_idx"),
+        ({"num_experts": "4"}, "num_experts"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            given = {"topk_idx": idx, "num_experts": 4, **options}
+            buffer.dispatch(x, **given, do_cpu_sync=False, do_expand=True)
+
+
+@pytest.mark.parametrize("allow_multiple_reduction", [False, True])
+@run_by(local.run, 2, timeout_s=60)
+def test_combine_refuses_the_same_by_either_way(group, /, allow_multiple_reduction: bool) -> None:
+    num_tokens, hidden = 8, 64
+    buffer = ElasticBuffer(
+        group, num_bytes=4 << 20, num_max_tokens_per_rank=num_tokens,
+        allow_multiple_reduction=allow_multiple_reduction,
+    )  # fmt: skip
+    x = torch.ones(num_tokens, hidden, dtype=torch.bfloat16)
+    idx = torch.arange(num_tokens * 2).view(num_tokens, 2) % 4
+    recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, do_expand=True)
+    ones = torch.ones_like(x)
+    for bias in (ones[:1], ones[0], ones.float(), (ones, ones, ones), (ones, ones[:1])):
+        with pytest.raises(errors.ArgumentError, match="^bias "):
+            buffer.combine(recv, handle, bias=bias)
+    with pytest.raises(errors.HandleMismatch, match="^handle "):
+        buffer.combine(recv[:-1], handle)
+    assert torch.equal(buffer.combine(recv, handle, bias=(ones, ones))[0], 4 * x)
+    group.barrier()
+
+
+@run_by(local.run, 2, timeout_s=60)
+def test_weights_of_a_cached_dispatch_are_checked_first_and_lie_as_the_rows(group, /) -> None:
+    num_tokens, hidden = 8, 64
+    buffer = ElasticBuffer(group, num_bytes=4 << 20, num_max_tokens_per_rank=num_tokens)
+    x = torch.randn(num_tokens, hidden).bfloat16()
+    idx = torch.arange(num_tokens * 2).view(num_tokens, 2) % 4
+    weights = torch.rand(num_tokens, 2)
+    options = dict(do_expand=True, do_zero_padding=True)
+    recv, _, recv_weights, handle, _ = buffer.dispatch(x, idx, weights, num_experts=4, **options)
+    if group.rank() == 0:  # alone: nothing may have been launched
+        for wrong in (weights.double(), weights[:-1], weights[:, :1].contiguous()):
+            with pytest.raises(ValueError, match="^topk_weights "):
+                buffer.dispatch(x, topk_weights=wrong, handle=handle, **options)
+    for _ in range(2):
+        again, _, again_weights, _, _ = buffer.dispatch(
+            x, topk_weights=weights, handle=handle, **options
+        )
+        assert torch.equal(again, recv) and torch.equal(again_weights, recv_weights)
+        # A program may say how the rows of its combine lie. Those of dispatch lie as ever.
+        metadata = handle.recv_src_metadata
+        metadata[:, 2:] = -1
+        metadata[:, 2] = torch.arange(len(metadata))
+    group.barrier()
 
 
 @pytest.mark.parametrize(

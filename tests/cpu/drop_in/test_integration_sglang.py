@@ -198,6 +198,20 @@ def test_stages_hooks_and_what_is_not_offered(group, /) -> None:
         adapter.DeepCommDispatcher(group, 4)
 
 
+@pytest.mark.parametrize("is_prefill", [False, True])
+@run_by(local.run, 1, timeout_s=60)
+def test_goes_on_after_a_dispatch_that_failed(group, /, is_prefill: bool) -> None:
+    set_is_extend_in_batch(is_prefill)
+    dispatcher = adapter.DeepCommDispatcher(**options(group))
+    x, ids, weights = drop_in.routed(0, 3, hidden=H)
+    for _ in range(2):
+        with pytest.raises(errors.ExpertIndexError):
+            dispatcher.dispatch(x, topk_output(ids + NUM_EXPERTS, weights))
+        output = dispatcher.dispatch(x, topk_output(ids, weights))
+        combined = dispatcher.combine(run_experts(output, 0))
+        assert float((combined - drop_in.dense(x, ids, weights)).abs().max()) < 4
+
+
 @run_by(local.run, 2, timeout_s=60)
 def test_rows_of_four_bits_in_the_shapes_of_the_fork(group, /) -> None:
     set_is_extend_in_batch(False)
@@ -309,7 +323,10 @@ def test_layers_share_a_buffer_that_goes_with_them(group, /) -> None:
     assert first.buffer is second.buffer and first.buffer.low_latency_mode
     other = adapter.DeepCommDispatcher(**options(group, DeepEPMode.NORMAL))
     assert other.buffer is not first.buffer and not other.buffer.low_latency_mode
-    del first, second, other
+    first.buffer.destroy()
+    third = adapter.DeepCommDispatcher(**options(group))
+    assert third.buffer is not second.buffer  # which nobody can use any more
+    del first, second, third, other
     gc.collect()
     assert len(module._buffers) == 0
 

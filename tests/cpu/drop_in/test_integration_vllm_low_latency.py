@@ -203,6 +203,13 @@ def test_fault_tolerance_asks_the_buffer_made_last(monkeypatch: pytest.MonkeyPat
             manager.query_active_mask()
         buffer = manager.get_handle(sizes)
         assert buffer.enable_shrink
+        # Masks of many ranks take memory, too.
+        many = (256, 7168, 128, 256)
+        names = list(sizes)[:4]
+        found = manager.buffer_arguments(dict(zip(names, many, strict=True)))["num_rdma_bytes"]
+        hint = deep_comm.Buffer.get_low_latency_rdma_size_hint
+        assert found == hint(*many, ranks_per_node=2, enable_shrink=True)
+        assert found > hint(*many, ranks_per_node=2)
         assert manager.query_active_mask().tolist() == [0, 0] and not manager.query_fault()
         group.barrier()
         buffer.low_latency_update_mask_buffer(1 - rank, True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm import errors, local
+from deep_comm.layer.mode import ModeRule
 
 HIDDEN, EXPERTS, TOPK, TOKENS = 256, 8, 2, 4
 
@@ -121,6 +122,52 @@ def test_what_was_refused_because_of_another_thread_can_be_received_later() -> N
             return int(batch.num_tokens_per_expert.sum())
 
     assert sum(local.run(main, 2)) == 2 * TOKENS * TOPK
+
+
+def test_a_step_that_was_refused_half_way_goes_on_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode exchange has been received, and says that prefill must follow."""
+    learn, between = ModeRule.learn, threading.local()
+
+    def learn_and_wait(rule: ModeRule, most_tokens: int) -> bool:
+        were_few = learn(rule, most_tokens)
+        getattr(between, "step", lambda: None)()
+        return were_few
+
+    monkeypatch.setattr(ModeRule, "learn", learn_and_wait)
+
+    def main(group: Any) -> str:
+        with deep_comm.ExpertParallel(
+            group, hidden=64, num_experts=4, num_topk=TOPK, max_tokens=16, decode_tokens=4,
+            device="cpu", timeout_s=20,
+        ) as layer, torch.no_grad():  # fmt: skip
+            num_tokens = 9 if group.rank() == 0 else 2
+            idx = torch.arange(num_tokens * TOPK).view(num_tokens, TOPK) % 4
+            sent = layer.dispatch_async(
+                torch.ones(num_tokens, 64, dtype=torch.bfloat16), idx, torch.ones(idx.shape)
+            )
+            if group.rank() == 0:
+                waits = threading.Thread(target=layer.buffer.barrier)
+
+                def enter_a_barrier() -> None:
+                    waits.start()
+                    while not layer.buffer._context.native_calls.is_in_use:
+                        pass
+
+                between.step = enter_a_barrier
+                with pytest.raises(errors.BufferInUse):
+                    sent.result()
+                del between.step
+                group.barrier()  # now the peer may come
+                waits.join()
+            else:
+                group.barrier()
+                layer.buffer.barrier()
+            batch = sent.result()
+            assert sum(batch.counts) == int((batch.num_tokens_per_expert).sum())
+            layer.combine(batch, batch.x)
+            return batch.mode
+
+    assert local.run(main, 2) == ["prefill", "prefill"]
 
 
 def test_an_error_that_is_kept_can_be_raised_again() -> None:

@@ -1,5 +1,6 @@
 """Failures between nodes: who is named, on which ranks, and what a reset restores."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -205,6 +206,20 @@ def test_handles_are_checked(group, /) -> None:
         ):
             with pytest.raises(kind, match="handle"):
                 buffer.combine(recv_x, bad)
+        for position, dim in (
+            (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (5, 0), (5, 1), (6, 0), (7, 1), (8, 0),
+            (8, 1), (9, 1),
+        ):  # fmt: skip
+            wrong = list(handle)
+            wrong[position] = wrong[position].narrow(dim, 0, wrong[position].shape[dim] - 1)
+            wrong[position] = wrong[position].contiguous()
+            with pytest.raises(ValueError, match=r"^handle(\[\d\])? "):
+                buffer.combine(recv_x, wrong)
+        for name, shape in (("send_slots", (handle.num_tokens, 1)), ("forward_slots", (3,))):
+            slots = torch.zeros(shape, dtype=torch.int32)
+            wrong = dataclasses.replace(handle, **{name: slots})
+            with pytest.raises(errors.ArgumentError, match=f"^handle.{name} "):
+                buffer.combine(recv_x, wrong)
         with pytest.raises(errors.HandleMismatch, match="rows"):
             buffer.combine(torch.cat([recv_x, recv_x]), handle)
         with pytest.raises(errors.HandleMismatch, match="tokens"):

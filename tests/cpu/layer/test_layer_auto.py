@@ -8,7 +8,7 @@ import torch
 from layer_cases import Experts, LayerCase, build, inputs, random_steps, run, verify
 from schedules import some_of
 
-from deep_comm import ConfigMismatch, PeerTimeout, local, simulate
+from deep_comm import ArgumentError, ConfigMismatch, PeerTimeout, local, simulate
 from deep_comm.layer.mode import ModeRule
 
 
@@ -157,6 +157,47 @@ def test_one_rank_that_forwards_while_the_other_splits_fails_within_the_deadline
             return ""
 
     assert all(local.run(main, 2, timeout_s=30))
+
+
+@pytest.mark.parametrize("wrong", ["rows of topk_idx", "dtype of weights", "shape of weights"])
+def test_arguments_of_a_large_step_are_checked_before_its_small_part(wrong: str) -> None:
+    case = LayerCase(((9, 2),), 9, 3)
+
+    def main(group: Any) -> None:
+        x, idx, weights = inputs(case, group.rank(), 0)
+        with build(group, case) as layer, torch.no_grad():
+            if group.rank() == 0:  # alone: nothing may have been launched
+                given = {
+                    "rows of topk_idx": (x, idx[:-1], weights),
+                    "dtype of weights": (x, idx, weights.double()),
+                    "shape of weights": (x, idx, weights[:, :-1]),
+                }[wrong]
+                for call in (lambda *parts: layer(*parts, Experts()), layer.dispatch_async):
+                    with pytest.raises(ArgumentError, match="^topk_"):
+                        call(*given)
+            assert layer.rule.num_steps == 0
+            experts = Experts()
+            layer(x, idx, weights, experts)
+            assert experts.modes == ["decode", "prefill"]
+
+    local.run(main, 2, timeout_s=30)
+
+
+def test_a_layer_may_be_built_under_another_default_dtype() -> None:
+    case = LayerCase(((9, 2),), 9, 3, dtype=torch.bfloat16)
+    given = [inputs(case, rank, 0) for rank in range(2)]
+
+    def main(group: Any) -> torch.Tensor:
+        with build(group, case) as layer, torch.no_grad():
+            return layer(*given[group.rank()], lambda batch: batch.x * 2)
+
+    expected = local.run(main, 2, timeout_s=30)
+    torch.set_default_dtype(torch.bfloat16)  # as programs do while they build a model
+    try:
+        results = local.run(main, 2, timeout_s=30)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
 def test_grad_mode_takes_prefill_and_tells_the_rule() -> None:

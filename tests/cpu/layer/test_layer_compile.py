@@ -13,7 +13,15 @@ from typing import Any
 import forked
 import pytest
 import torch
-from compiled_layer import equals_eager, gradients, parts_of, scaled, scaled_masked, unused_result
+from compiled_layer import (
+    equals_eager,
+    gradients,
+    parts_of,
+    scaled,
+    scaled_in_tiles,
+    scaled_masked,
+    unused_result,
+)
 from layer_cases import LayerCase, build, inputs
 from payload import assert_same_bits
 from torch import Tensor
@@ -78,7 +86,7 @@ def compiled_gradients(group: Any, backend: str) -> None:
         factor = torch.full((32,), 1.5, dtype=case.dtype, requires_grad=True)
 
         def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
-            return layer(x * factor, idx, weights, scaled)
+            return layer(x * factor, idx, weights, scaled_in_tiles)
 
         compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
         for number in range(len(case.steps)):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import deep_comm
 from deep_comm import local
+from deep_comm.layer import expert_parallel
 
 HIDDEN, NUM_EXPERTS = 32, 4
 SHAPE: dict[str, Any] = dict(hidden=HIDDEN, num_experts=NUM_EXPERTS, num_topk=2, max_tokens=8)
@@ -88,6 +89,22 @@ def test_gradients_reach_the_parameters_beside_it(model: Model, x: Tensor, /) ->
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
     model.zero_grad()
+
+
+@run_by(local.run, 1, timeout_s=60)
+def test_a_layer_whose_last_part_cannot_be_made_leaves_no_buffer(group, /) -> None:
+    made = []
+
+    def fail(buffer: deep_comm.Buffer, *_: object) -> None:
+        made.append(buffer)
+        raise RuntimeError("no steps")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_parallel, "Steps", fail)
+        with pytest.raises(RuntimeError, match="no steps"):
+            deep_comm.ExpertParallel(group, **SHAPE, device="cpu")
+    with pytest.raises(deep_comm.errors.BufferDestroyed):
+        made[0].barrier()
 
 
 def test_a_layer_that_cannot_be_built_is_refused_as_before() -> None:

@@ -161,6 +161,41 @@ def test_a_handle_can_be_saved_and_copied(num_nvl_bytes: int, expand: bool) -> N
     on_buffers(rank_main, 2, num_nvl_bytes, timeout_s=20)
 
 
+def _shorter(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.narrow(dim, 0, tensor.shape[dim] - 1).contiguous()
+
+
+@run_by(local.run, 2, timeout_s=60)
+def test_tensors_of_other_extents_are_refused_and_nothing_is_launched(group, /) -> None:
+    with deep_comm.Buffer(group, 4 << 20, device="cpu") as buffer:
+        x, rows, handle = _dispatched(buffer, False)
+        for position, dim in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (4, 1), (5, 0), (5, 1)):
+            six = list(handle)
+            six[position] = _shorter(six[position], dim)
+            for call in (lambda: buffer.combine(rows, six), lambda: buffer.dispatch(x, handle=six)):
+                with pytest.raises(ValueError, match=r"^(handle\[\d\]|handle) "):
+                    call()
+        assert torch.equal(buffer.combine(rows, tuple(handle))[0], x)
+        x, rows, handle = _dispatched(buffer, True)
+        whole = dataclasses.replace(handle.expansion)
+        for name, change in (
+            ("recv_rows", torch.Tensor.long),
+            ("recv_rows", lambda given: given.repeat(1, 2)[:, ::2]),
+            ("recv_rows", lambda given: given[:, 0]),
+            ("expert_counts", lambda given: _shorter(given, 0)),
+            ("expert_offsets", lambda given: _shorter(given, 0)),
+            ("send_row", lambda given: _shorter(given, 0)),
+            ("send_row", lambda given: None),
+            ("num_expanded", lambda given: _shorter(given, 0)),
+        ):
+            wrong = dataclasses.replace(whole, **{name: change(getattr(whole, name))})
+            with pytest.raises(ArgumentError, match=f"^handle.expansion.{name} "):
+                buffer.combine(rows, dataclasses.replace(handle, expansion=wrong))
+        same = dataclasses.replace(handle, expansion=whole)
+        assert torch.equal(buffer.combine(rows, same)[0], x)
+        group.barrier()
+
+
 @pytest.mark.parametrize("expand", [False, True])
 @run_by(local.run, 2, timeout_s=60)
 def test_another_buffer_of_the_group_takes_a_handle(group: Any, /, expand: bool) -> None:

@@ -16,7 +16,7 @@ from run_by import run_by
 
 import deep_comm
 from deep_comm import _core, errors, local, processes, simulate, trace
-from deep_comm.trace import Event, Recording
+from deep_comm.trace import Event, Recording, rings
 from deep_comm.trace.summary import step_times
 
 
@@ -195,6 +195,30 @@ def test_files_of_a_program_that_knows_nothing_of_it(tmp_path: Path, monkeypatch
     )  # fmt: skip
     assert done.returncode == 2
     assert "must be a trace that a Buffer left" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("fails_with", [torch.OutOfMemoryError, RuntimeError])
+def test_a_rank_without_room_for_its_trace_does_not_leave_the_others_alone(
+    fails_with: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = rings.Rings.__init__
+
+    def make_here(self: Any, device: Any, num_calls: int, rank: int, *others: Any) -> None:
+        if rank == 1:
+            raise fails_with("no room")
+        make(self, device, num_calls, rank, *others)
+
+    monkeypatch.setattr(rings.Rings, "__init__", make_here)
+
+    def main(group: Any) -> str:
+        try:
+            deep_comm.Buffer(group, 1 << 20, device="cpu", trace=4, timeout_s=20)
+        except Exception as error:  # noqa: BLE001 - looked at below
+            return type(error).__name__
+        return "built"
+
+    own = "AllocationError" if fails_with is torch.OutOfMemoryError else "RuntimeError"
+    assert local.run(main, 3, timeout_s=30) == ["PeerLost", own, "PeerLost"]
 
 
 @pytest.mark.parametrize("value", [-1, 4097, 1.0, "1"])
