@@ -174,7 +174,6 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
 
   // ---- batches
   py::object batch_of(const py::dict& values) const;
-  py::object flat_scales(const py::object& by_expert) const;
 
  private:
   struct SentDecode {
@@ -194,6 +193,7 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
   TensorRef read_rows(PyObject* given, int64_t num_rows, py::object* kept) const;
   ConfigChoice config_of(PyObject* operation);
   SentDecode send_decode(const Arguments<4>& given, bool has_hook);
+  py::object flat_scales(const py::object& by_expert) const;
   py::object hook_of_scales(py::object hook, py::object by_expert, py::object flat);
   Sums send_sums(const Arguments<2>& given, bool is_async);
   Sums send_sums(PyObject* given_rows, const Decoded& state, bool is_async);
@@ -308,7 +308,7 @@ py::object LayerCalls::flat_scales(const py::object& by_expert) const {
 }
 
 // Once they have come. It allocates nothing: peers count on this rank by then.
-static void fill_scales(const py::object& flat, const py::object& by_expert) {
+void fill_scales(const py::object& flat, const py::object& by_expert) {
   flat.attr("view")(by_expert.attr("shape")).attr("copy_")(by_expert);
 }
 
@@ -383,8 +383,8 @@ LayerCalls::SentDecode LayerCalls::send_decode(const Arguments<4>& given, bool h
   set_value(values, keys.state, py::cast(std::move(made)));
   const py::object by_expert = object_of(std::move(result.recv_scales));
   const bool has_scales = !by_expert.is_none();
-  const py::object scales = has_scales ? flat_scales(by_expert) : py::none();
-  set_value(values, keys.scales, scales);
+  py::object scales;
+  if (has_scales) set_value(values, keys.scales, scales = flat_scales(by_expert));
   SentDecode sent{batch_of(values), low_latency->hook_of(std::move(result.pending))};
   if (has_hook && has_scales) sent.hook = hook_of_scales(std::move(sent.hook), by_expert, scales);
   buffer->context.keep_step([&] {

@@ -324,12 +324,11 @@ class ElasticBuffer(ElasticCalls, Refused):
             raise ArgumentError("topk_idx", None, "must be given without a handle")
         if num_experts is None:
             raise ArgumentError("num_experts", None, "must be given without a handle")
-        num_experts = checks.num_experts(num_experts, self._buffer._context.num_max_experts)
-        checks.tensor("topk_idx", topk_idx, self.device, shape=[None, None], contiguous=False)
         num_max_tokens = self._num_max_tokens(num_max_tokens_per_rank, x)
         alignment = checks.expert_alignment(1 if expert_alignment is None else expert_alignment)
         integers.require("num_sms", num_sms, 0)
         if cumulative_local_expert_recv_stats is not None:
+            num_experts = checks.num_experts(num_experts, self._buffer._context.num_max_experts)
             checks.tensor(
                 "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats,
                 self.device, shape=(num_local_experts(self.rank_idx, num_experts, self.num_ranks),),

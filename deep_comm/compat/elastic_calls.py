@@ -89,6 +89,12 @@ class ElasticCalls:
         if not routing.waits_for_counts:
             num_worst_tokens = routing.num_max_tokens_per_rank * self.num_ranks
             if rows.do_expand:
+                context = self._buffer._context  # the engine looks at them later
+                checks.num_experts(routing.num_experts, context.num_max_experts)
+                checks.tensor(
+                    "topk_idx", routing.topk_idx, context.device, shape=[None, None],
+                    contiguous=False,
+                )  # fmt: skip
                 num_worst_tokens = num_rows_bound(
                     num_worst_tokens,
                     routing.topk_idx.shape[1],
@@ -237,22 +243,6 @@ class ElasticCalls:
         bias: Tensor | tuple[Tensor, Tensor] | None,
         timing: Timing,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        biases = bias if isinstance(bias, (tuple, list)) else (bias,)
-        if len(biases) > 2:
-            raise ArgumentError("bias", f"{len(biases)} tensors", "must be a tensor or two")
-        for one in biases:
-            if one is None:
-                continue
-            checks.tensor(
-                "bias", one, x.device, shape=(handle.topk_idx.shape[0], x.shape[1]),
-                dtypes={x.dtype},
-            )  # fmt: skip
-        num_rows = handle.num_expanded_tokens
-        if handle.do_expand and not handle.is_metadata_lent and x.shape[0] != num_rows:
-            raise HandleMismatch(
-                "handle", f"{num_rows} expanded rows",
-                f"must be of a dispatch that returned as many rows as x has ({x.shape[0]})",
-            )  # fmt: skip
         num_cut = max(handle.num_cut_rows, 0)
         if handle.do_expand or x.shape[0] != handle.num_recv_tokens - num_cut:
             num_cut = 0
@@ -269,7 +259,22 @@ class ElasticCalls:
             return self._buffer.combine(
                 x, handle.native, topk_weights, bias, topk_idx=order, **timing.as_options()
             )
-        inputs = tensors(x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
+        num_rows = handle.num_expanded_tokens
+        if handle.do_expand and not handle.is_metadata_lent and x.shape[0] != num_rows:
+            raise HandleMismatch(
+                "handle", f"{num_rows} expanded rows",
+                f"must be of a dispatch that returned as many rows as x has ({x.shape[0]})",
+            )  # fmt: skip
+        biases = tensors(bias)
+        if is_added_once:  # else the engine looks at them
+            if isinstance(bias, (tuple, list)) and len(bias) != 2:
+                raise ArgumentError(
+                    "bias", f"{len(bias)} items", "must be a tensor or a pair of tensors"
+                )
+            shape = (handle.topk_idx.shape[0], x.shape[1])
+            for one in biases:
+                checks.tensor("bias", one, x.device, shape=shape, dtypes={x.dtype})
+        inputs = [*tensors(x, topk_weights), *biases]
         section = Section(self._buffer, timing.events, timing.is_async)
         with section:
             if num_cut > 0:
@@ -278,7 +283,7 @@ class ElasticCalls:
                     topk_weights = torch.nn.functional.pad(topk_weights, (0, 0, 0, num_cut))
             if is_added_once:
                 combined_x, combined_weights = self._add_once(
-                    x, topk_weights, bias, handle, by_selection
+                    x, topk_weights, biases, handle, by_selection
                 )
             else:
                 rows, weights, native = self._rows_for_combine(x, topk_weights, handle)
@@ -308,7 +313,7 @@ class ElasticCalls:
         self,
         x: Tensor,
         topk_weights: Tensor | None,
-        bias: Tensor | tuple[Tensor, Tensor] | None,
+        biases: list[Tensor],
         handle: EPHandle,
         by_selection: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -330,7 +335,7 @@ class ElasticCalls:
         num_tokens, num_topk = handle.topk_idx.shape
         # Tokens of the route that went nowhere have returned zeros.
         every = torch.arange(num_tokens * num_topk, device=rows.device).view(num_tokens, num_topk)
-        combined_x = reduce(rows, every, tensors(bias))
+        combined_x = reduce(rows, every, biases)
         if weights is not None:
             # A selection's weight has come from one rank.
             weights = weights.view(num_tokens, num_topk, weights.shape[1])

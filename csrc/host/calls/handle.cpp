@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include "host/routing_block.hpp"
+
 namespace deep_comm {
 
 namespace {
@@ -20,6 +22,15 @@ constexpr std::array kKindsInNode{Kind{kInt32, 2}, Kind{kInt32, 2}, Kind{kInt32,
 constexpr std::array kKindsBetweenNodes{
     Kind{kBool, 2},  Kind{kInt32, 2}, Kind{kInt32, 2}, Kind{kInt32, 2}, Kind{kInt32, 1},
     Kind{kInt32, 2}, Kind{kInt32, 1}, Kind{kUint8, 2}, Kind{kInt32, 2}, Kind{kInt32, 2}};
+// What these tensors are of a routing block; kNumParts: of none.
+constexpr std::array kPartsInNode{RoutingPart::kRankPrefix,        RoutingPart::kChannelPrefix,
+                                  RoutingPart::kRecvChannelPrefix, RoutingPart::kNumParts,
+                                  RoutingPart::kTokenMask,         RoutingPart::kSendHead};
+constexpr std::array kPartsBetweenNodes{
+    RoutingPart::kTokenMask,      RoutingPart::kNodePrefix,  RoutingPart::kChannelPrefix,
+    RoutingPart::kRecvNodePrefix, RoutingPart::kRecvNodeSum, RoutingPart::kRecvChannelPrefix,
+    RoutingPart::kRecvRankSum,    RoutingPart::kNumParts,    RoutingPart::kSendNodeHead,
+    RoutingPart::kNumParts};
 
 bool is_of(const TensorRef& given, const Kind& kind) {
   return given.kind == TensorRef::Kind::kTensor && given.type == kind.type &&
@@ -100,44 +111,46 @@ void require_device(const CallContext& context, const TensorRef& tensor) {
                 "must be on " + context.device_name);
 }
 
-// Kernels read as much as these numbers say. Behind require_kinds and require_group.
+void require_part(const CallContext& context, const char* name, const TensorRef& tensor,
+                  const RoutingBlock& made, RoutingPart part) {
+  const TensorSpec& spec = made.at(part).spec;
+  if (spec.num_dims == 1) {
+    require_tensor(name, tensor, {{spec.shape[0]}, {spec.type}}, context.device_name);
+  } else {
+    require_tensor(name, tensor, {{spec.shape[0], spec.shape[1]}, {spec.type}},
+                   context.device_name);
+  }
+}
+
+// Kernels read as much as a dispatch would have made. Behind require_kinds and require_group.
 void require_extents(const CallContext& context, const GivenHandle& given) {
+  using enum RoutingPart;
   const GroupShape& group = context.group;
   const std::vector<TensorRef>& tensors = given.tensors;
-  const auto require = [&](const char* name, const TensorRef& tensor,
-                           std::initializer_list<int64_t> shape) {
-    require_tensor(name, tensor, {shape}, context.device_name);
+  const int64_t num_channels = tensors[1].shape[1];
+  const auto require = [&](const RoutingBlock& made, const auto& parts) {
+    for (size_t position = 0; position < parts.size(); ++position) {
+      if (parts[position] == kNumParts) continue;
+      const std::string name = "handle[" + std::to_string(position) + "]";
+      require_part(context, name.c_str(), tensors[position], made, parts[position]);
+    }
   };
-  const int64_t num_ranks = group.num_ranks, num_channels = tensors[1].shape[1];
   if (!group.is_internode()) {
-    const int64_t num_tokens = tensors[4].shape[0];
-    require("handle[0]", tensors[0], {num_ranks, num_ranks});
-    require("handle[1]", tensors[1], {num_ranks, num_channels});
-    require("handle[2]", tensors[2], {num_ranks, num_channels});
-    require("handle[4]", tensors[4], {num_tokens, num_ranks});
-    require("handle[5]", tensors[5], {num_tokens, num_ranks});
-    return;
+    return require(
+        RoutingBlock::in_node(group.num_ranks, num_channels, 0, tensors[4].shape[0], true),
+        kPartsInNode);
   }
-  constexpr int64_t kMetaBytes = 8;
-  const int64_t num_tokens = tensors[0].shape[0], num_nodes = group.num_nodes;
-  const int64_t ranks_per_node = num_ranks / num_nodes;
-  require("handle[2]", tensors[2], {num_ranks, num_channels});
-  require("handle[3]", tensors[3], {num_nodes, num_channels});
-  require("handle[4]", tensors[4], {num_nodes});
-  require("handle[5]", tensors[5], {num_ranks, num_channels});
-  require("handle[6]", tensors[6], {num_ranks});
-  require("handle[7]", tensors[7], {-1, kMetaBytes});
-  require("handle[8]", tensors[8], {num_tokens, num_nodes});
-  require("handle[9]", tensors[9], {-1, ranks_per_node});
+  const RoutingBlock made = RoutingBlock::between_nodes(
+      group.num_nodes, group.num_ranks, num_channels, 0, 0, tensors[0].shape[0], true, true);
+  require(made, kPartsBetweenNodes);
+  require_tensor("handle[7]", tensors[7], {{-1, 8}}, context.device_name);
+  require_tensor("handle[9]", tensors[9], {{-1, group.num_ranks / group.num_nodes}},
+                 context.device_name);
   if (given.send_slots.is_given()) {
-    require_tensor("handle.send_slots", given.send_slots,
-                   {{num_tokens, num_nodes + num_ranks}, {kInt32}}, context.device_name);
+    require_part(context, "handle.send_slots", given.send_slots, made, kSendSlots);
   }
   if (given.forward_slots.is_given()) {
-    const int64_t num_slots =
-        (num_nodes + 1) * ranks_per_node + num_channels * num_nodes * ranks_per_node;
-    require_tensor("handle.forward_slots", given.forward_slots, {{num_slots}, {kInt32}},
-                   context.device_name);
+    require_part(context, "handle.forward_slots", given.forward_slots, made, kForwardSlots);
   }
 }
 
@@ -149,12 +162,10 @@ void require_expansion(const CallContext& context, const GivenHandle& given) {
     require_tensor(name, tensor, {shape, {kInt32}}, context.device_name);
   };
   require("handle.expansion.recv_rows", expansion.recv_rows, {-1, -1});
-  require("handle.expansion.expert_counts", expansion.expert_counts, {-1});
-  const int64_t num_local_experts = given.num_experts != 0
-                                        ? group.num_local_experts(given.num_experts)
-                                        : expansion.expert_counts.shape[0];
-  require("handle.expansion.expert_counts", expansion.expert_counts, {num_local_experts});
-  require("handle.expansion.expert_offsets", expansion.expert_offsets, {num_local_experts + 1});
+  const TensorRef& counts = expansion.expert_counts;
+  require("handle.expansion.expert_counts", counts,
+          {given.num_experts != 0 ? group.num_local_experts(given.num_experts) : -1});
+  require("handle.expansion.expert_offsets", expansion.expert_offsets, {counts.shape[0] + 1});
   if (group.is_internode()) return;
   require("handle.expansion.send_row", expansion.send_row,
           {given.tensors[4].shape[0], group.num_ranks});
