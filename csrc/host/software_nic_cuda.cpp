@@ -38,7 +38,21 @@ constexpr auto kBetweenQueries = std::chrono::milliseconds(1);
 constexpr auto kSpinTime = std::chrono::milliseconds(10);
 constexpr size_t kWordBytes = 128;  // a line each
 
+// Pinned, zeroed, and reached by kernels at the same address.
+void* allocate_on_host(size_t num_bytes) {
+  void* memory = nullptr;
+  check(cudaHostAlloc(&memory, num_bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
+  return memset(memory, 0, num_bytes);
+}
+
 }  // namespace
+
+void SoftwareNic::FreeOnHost::operator()(void* memory) const { (void)cudaFreeHost(memory); }
+void SoftwareNic::FreeOnDevice::operator()(void* memory) const { (void)cudaFree(memory); }
+void SoftwareNic::DestroyStream::operator()(void* stream) const {
+  (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream));
+}
 
 SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_qps,
                          uint64_t* num_bytes, uint64_t timeout_ns, const RailOptions& options)
@@ -64,21 +78,17 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
     write_batch_ = nullptr;
     if (is_paced_) throw std::runtime_error("software NIC: a speed needs cuStreamBatchMemOp");
   }
-  void* slots = nullptr;
-  void* words = nullptr;
+  slots_.reset(allocate_on_host(sizeof(RailDescriptor) * kDepth));
+  host_words_.reset(allocate_on_host(3 * kWordBytes));
   void* counts = nullptr;
-  constexpr unsigned kMapped = cudaHostAllocMapped | cudaHostAllocPortable;
-  check(cudaHostAlloc(&slots, sizeof(RailDescriptor) * kDepth, kMapped), "cudaHostAlloc");
-  check(cudaHostAlloc(&words, 3 * kWordBytes, kMapped), "cudaHostAlloc");
   check(cudaMalloc(&counts, 2 * kWordBytes), "cudaMalloc");
-  memset(slots, 0, sizeof(RailDescriptor) * kDepth);
-  memset(words, 0, 3 * kWordBytes);
+  device_words_.reset(counts);
   check(cudaMemset(counts, 0, 2 * kWordBytes), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  num_taken_ = static_cast<uint64_t*>(words);
+  num_taken_ = static_cast<uint64_t*>(host_words_.get());
   num_ended_ = num_taken_ + kWordBytes / sizeof(uint64_t);
   clock_ = num_ended_ + kWordBytes / sizeof(uint64_t);
-  queue_ = {.slots = static_cast<RailDescriptor*>(slots),
+  queue_ = {.slots = static_cast<RailDescriptor*>(slots_.get()),
             .num_posted = static_cast<uint64_t*>(counts),
             .num_done = static_cast<uint32_t*>(counts) + kWordBytes / sizeof(uint32_t),
             .num_taken = num_taken_,
@@ -94,7 +104,7 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
           "cudaStreamCreateWithPriority");
-    streams_.push_back(stream);
+    streams_.emplace_back(stream);
   }
   waited_ns_.resize(streams_.size());
   thread_ = std::thread([this] { run(); });
@@ -115,13 +125,9 @@ SoftwareNic::~SoftwareNic() {
   is_stopping_ = true;
   if (thread_.joinable()) thread_.join();
   tick(kNever);
-  for (void* stream : streams_) {
-    (void)cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
-    (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream));
+  for (const Stream& stream : streams_) {
+    (void)cudaStreamSynchronize(static_cast<cudaStream_t>(stream.get()));
   }
-  (void)cudaFree(queue_.num_posted);
-  (void)cudaFreeHost(queue_.slots);
-  (void)cudaFreeHost(num_taken_);
   (void)cudaSetDevice(previous);
 }
 
@@ -164,7 +170,7 @@ size_t SoftwareNic::stream_idx_of(int queue_idx) const {
 }
 
 void SoftwareNic::issue(const NicOp& op, int queue_idx) {
-  const auto stream = static_cast<cudaStream_t>(streams_[stream_idx_of(queue_idx)]);
+  const auto stream = static_cast<cudaStream_t>(streams_[stream_idx_of(queue_idx)].get());
   if (stream != words_stream_ || words_.size() + 2 > kMaxBatch) flush();
   words_stream_ = stream;
   const uint64_t now = now_ns();
@@ -310,8 +316,8 @@ void SoftwareNic::quiet() {
     if (has_failed_) throw std::runtime_error(failure_);
     throw std::runtime_error("software NIC: descriptors were given up; the Buffer cannot be reset");
   }
-  for (void* stream : streams_) {
-    check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
+  for (const Stream& stream : streams_) {
+    check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream.get())), "cudaStreamSynchronize");
   }
   // A kernel that gave up may have left it half way.
   check(cudaMemset(queue_.num_done, 0, sizeof(uint32_t)), "cudaMemset");

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -77,10 +78,24 @@ class SoftwareNic {
     bool is_wait;  // until the word is at least that, instead of writing it
   };
 
+  struct FreeOnHost {
+    void operator()(void* memory) const;
+  };
+  struct FreeOnDevice {
+    void operator()(void* memory) const;
+  };
+  struct DestroyStream {
+    void operator()(void* stream) const;  // a cudaStream_t
+  };
+  using Stream = std::unique_ptr<void, DestroyStream>;
+
   int device_;
   std::vector<uint8_t*> peer_bases_;
   int num_qps_;
   uint64_t* num_bytes_;
+  // Each is freed by itself: a constructor that throws half way leaves nothing behind.
+  std::unique_ptr<void, FreeOnHost> slots_, host_words_;
+  std::unique_ptr<void, FreeOnDevice> device_words_;
   RailQueue queue_{};
   uint64_t* num_taken_ = nullptr;
   uint64_t* num_ended_ = nullptr;  // launches, told by their streams; pinned
@@ -90,7 +105,7 @@ class SoftwareNic {
   RailBacklog backlog_;
   bool is_paced_;
   bool is_alone_;
-  std::vector<void*> streams_;       // cudaStream_t
+  std::vector<Stream> streams_;
   std::vector<uint64_t> waited_ns_;  // the last time that each waits for
   void* write_value_ = nullptr;      // cuStreamWriteValue64
   void* write_batch_ = nullptr;      // cuStreamBatchMemOp; null: not there

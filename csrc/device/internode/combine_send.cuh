@@ -12,7 +12,7 @@ DC_DEVICE void send_to_forwarder(const Context& node, const InternodeCombineArgs
                                  int dst) {
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
   const int row_bytes = args.message.row_bytes, num_topk = args.message.num_topk;
-  RingOutlet outlet(node, args.ring, channel, dst, args.num_send_tokens);
+  Outlet outlet(PublishingSender(node, args.ring, channel, dst), args.num_send_tokens);
   for (int step = 0; step < num_nodes; ++step) {
     const int source = NodeOrder::combine_to(channel, step, num_nodes);
     const RowRange rows = received_rows(args, source * num_local + dst, channel);

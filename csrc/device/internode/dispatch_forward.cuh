@@ -2,7 +2,7 @@
 // them.
 #pragma once
 
-#include "device/channel/ring.cuh"
+#include "device/channel/outlet.cuh"
 #include "device/internode/tiers.cuh"
 #include "device/move/copy_row.cuh"
 
@@ -10,7 +10,6 @@ namespace deep_comm {
 
 // Forwarding warps' progress, for the warp that returns credits; in shared memory.
 struct ForwardTeam {
-  uint32_t unused;               // keeps the offset of num_read
   uint32_t num_read[kMaxRanks];  // rail rows that each forwarding warp has passed, over all steps
 
   DC_DEVICE static ForwardTeam* of_block() {
@@ -22,58 +21,11 @@ struct ForwardTeam {
   }
 };
 
-// One warp's end of a ring inside the node, filled through registers.
-class RingOutlet {
- public:
-  DC_DEVICE RingOutlet(const Context& node, const RingLayout& layout, int channel, int peer,
-                       uint32_t batch)
-      : context_(node),
-        ring_(node, ring_slots(node.world, layout, channel, peer, node.world.rank), channel, peer),
-        tail_(ring_tail(node.world, channel, peer)),
-        batch_(batch) {}
-
-  // The next slot, or null if the wait failed. The whole warp calls it.
-  DC_DEVICE uint8_t* acquire() {
-    bool ok = true;
-    if (arch::lane_idx() == 0) ok = ring_.poll_slot(num_filled_);
-    ok = arch::all(kFullMask, ok);
-    if (!ok) {
-      publish();
-      ok = true;
-      if (arch::lane_idx() == 0) ok = ring_.await_slot(num_filled_);
-      ok = arch::all(kFullMask, ok);
-    }
-    // Hands the leader's acquire to all lanes.
-    arch::sync_warp();
-    return ok ? ring_.slot(num_filled_) : nullptr;
-  }
-  DC_DEVICE void commit() {
-    if (++num_filled_ - num_published_ >= batch_) publish();
-  }
-  DC_DEVICE void publish() {
-    if (num_published_ == num_filled_) return;
-    num_published_ = num_filled_;
-    arch::sync_warp();  // the lanes' stores before the leader's release
-    if (arch::lane_idx() == 0) {
-      // pairs with: RingReceiver::await_filled — slots of rows [0, num_filled)
-      arch::st_release_sys(tail_, Tagged::pack(context_.generation, num_filled_));
-    }
-  }
-
- private:
-  const Context& context_;
-  RingSender ring_;
-  uint64_t* tail_;
-  uint32_t batch_;
-  uint32_t num_filled_ = 0;
-  uint32_t num_published_ = 0;
-};
-
 // One warp, one source node: forwards its rows for local rank `dst`. num_before: rail rows of
 // earlier steps.
 DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDispatchArgs& args,
-                                 ForwardTeam* team, RingOutlet& outlet, int channel, int node,
-                                 int dst, uint32_t num_before) {
+                                 ForwardTeam* team, Outlet<PublishingSender>& outlet, int channel,
+                                 int node, int dst, uint32_t num_before) {
   const int num_local = args.tiers.ranks_per_node();
   const RowRange rows = forwarded_rows(args, node, channel);
   RailReceiver rail(contexts.rail, args.tiers.rail, args.rail_rings, channel, node);
@@ -123,7 +75,7 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
 DC_DEVICE void forward_to_rank(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                ForwardTeam* team, int channel, int dst) {
   const int num_nodes = args.tiers.num_nodes();
-  RingOutlet outlet(contexts.node, args.ring, channel, dst, args.num_send_tokens);
+  Outlet outlet(PublishingSender(contexts.node, args.ring, channel, dst), args.num_send_tokens);
   uint32_t num_before = 0;
   for (int step = 0; step < num_nodes; ++step) {
     const int node = NodeOrder::dispatch_from(args.tiers.rail.node, channel, step, num_nodes);

@@ -1,6 +1,7 @@
 // dispatch, the sending side: one channel's tokens for one node, each once, into the rail's ring.
 #pragma once
 
+#include "device/channel/outlet.cuh"
 #include "device/internode/scales.cuh"
 #include "device/internode/tiers.cuh"
 #include "device/layout/channel_range.cuh"
@@ -45,46 +46,6 @@ DC_DEVICE void write_rail_meta(const InternodeDispatchArgs& args, uint8_t* meta,
   }
 }
 
-// One warp's end of a rail ring. Filled rows are published in batches, and before every wait for
-// credit.
-class RailOutlet {
- public:
-  DC_DEVICE RailOutlet(const Context& rail, const RailTier& tier, const RailRings& rings,
-                       int channel, int node, uint32_t batch)
-      : ring_(rail, tier, rings, channel, node), batch_(batch) {}
-
-  // The next slot, or null if the wait failed. The whole warp calls it; all lanes may use the slot.
-  DC_DEVICE uint8_t* acquire() {
-    bool ok = true;
-    if (arch::lane_idx() == 0) ok = ring_.poll_slot(num_filled_);
-    ok = arch::all(kFullMask, ok);
-    if (!ok) {
-      publish();
-      ok = true;
-      if (arch::lane_idx() == 0) ok = ring_.await_slot(num_filled_);
-      ok = arch::all(kFullMask, ok);
-    }
-    // Hands the leader's acquire to all lanes.
-    arch::sync_warp();
-    return ok ? ring_.slot(num_filled_) : nullptr;
-  }
-  // All lanes have filled the slot.
-  DC_DEVICE void commit() {
-    if (++num_filled_ - num_published_ >= batch_) publish();
-  }
-  DC_DEVICE void publish() {
-    arch::sync_warp();  // the lanes' stores before the put, or the leader's release
-    ring_.publish(num_published_, num_filled_);
-    num_published_ = num_filled_;
-  }
-
- private:
-  RailSender ring_;
-  uint32_t batch_;
-  uint32_t num_filled_ = 0;
-  uint32_t num_published_ = 0;
-};
-
 // One warp. False: a wait failed.
 template <bool kIsQuantised>
 DC_DEVICE bool send_channel_to_node(const Context& rail, const InternodeDispatchArgs& args,
@@ -93,8 +54,8 @@ DC_DEVICE bool send_channel_to_node(const Context& rail, const InternodeDispatch
   const int row_bytes = args.message.row_bytes;
   const ChannelRange range =
       ChannelRange::of(args.num_tokens, args.rail_rings.num_channels, channel);
-  RailOutlet outlet(rail, args.tiers.rail, args.rail_rings, channel, node,
-                    args.num_rail_send_tokens);
+  Outlet outlet(RailSender(rail, args.tiers.rail, args.rail_rings, channel, node),
+                args.num_rail_send_tokens);
   for (int base = range.begin; base < range.end; base += kWarpSize) {
     const int64_t own = base + arch::lane_idx();
     uint32_t pending =
