@@ -239,6 +239,8 @@ class BufferCalls:
         """Raise BufferInUse while another thread is in a call, or in a signal handler that
         interrupts one. Then no call begins until end_reset."""
     def end_reset(self) -> None: ...
+    def require_no_call(self) -> None:
+        """Raise BufferInUse as begin_reset."""
     is_in_use: bool  # a thread is in a call, or resets the Buffer
     def close(self, *, may_be_in_use: bool) -> None:
         """No call begins any more. Raise BufferInUse as begin_reset, unless may_be_in_use."""
@@ -320,7 +322,7 @@ class LowLatencyCalls:
         this rank of this group.
         """
     def keep_combine_buffer(self, handle: object, buffer: object) -> None: ...
-    def forget_pending(self) -> None:
+    def forget_pending(self, *, was_destroyed: bool) -> None:
         """Hooks from before a reset have nothing left to receive."""
 
 class Decoded:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import logging
+import math
 import os
 import warnings
 import weakref
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deep_comm import _core, log
 from deep_comm import config as configs
-from deep_comm import log
 from deep_comm._version import __version__
 from deep_comm.backends import resolve_device
 from deep_comm.backends.architectures import runs_on
@@ -161,8 +162,15 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             rule = "must be get_low_latency_rdma_size_hint(...), or larger, with low_latency_mode"
             raise ArgumentError("num_rdma_bytes", 0, rule)
         integers.require("num_qps_per_rank", num_qps_per_rank, 1, integers.LARGEST)
-        if num_direct_bytes is None:
-            num_direct_bytes = env.NUM_DIRECT_BYTES.get()
+        env.require_valid()
+        if env.NUM_SMS.is_set():
+            integers.require(env.NUM_SMS.name, env.NUM_SMS.get(), 1, _core.max_channels)
+        if num_direct_bytes is None and env.NUM_DIRECT_BYTES.is_set():
+            integers.require("num_nvl_bytes", num_nvl_bytes, 0, integers.MOST_BYTES)
+            num_direct_bytes = integers.require(
+                env.NUM_DIRECT_BYTES.name, env.NUM_DIRECT_BYTES.get(), 0, num_nvl_bytes,
+                note=" (num_nvl_bytes)",
+            )  # fmt: skip
         settings = Settings(
             num_nvl_bytes=num_nvl_bytes,
             num_direct_bytes=num_direct_bytes,
@@ -273,6 +281,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             raise ArgumentError(
                 "enable_shrink", True, 'needs low-latency calls, which mode "prefill" lacks'
             )
+        env.require_valid()
         device = resolve_device(device)
         rendezvous = Rendezvous(group, comm).meet(timeout_s)
         num_nodes = rendezvous.topology(ranks_per_node).num_nodes
@@ -287,7 +296,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             ranks_per_node=ranks_per_node,
             timeout_s=timeout_s,
             num_max_experts=num_experts,
-            num_direct_bytes=memory.receive_region,
+            # Also of for_shape the variable is to have its say: others build through it.
+            num_direct_bytes=None if env.NUM_DIRECT_BYTES.is_set() else memory.receive_region,
             **options,
         )
         buffer.memory = memory
@@ -538,15 +548,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         extents = [num_elements - offset] if size is None else size
         if not isinstance(extents, Sequence) or not all(type(each) is int for each in extents):
             raise ArgumentError("size", repr(size), "must be a sequence of integers")
-        shape = torch.Size(extents)
-        if min(shape, default=0) < 0 or offset + shape.numel() > num_elements:
+        if min(extents, default=0) < 0 or offset + math.prod(extents) > num_elements:
             rule = f"must fit in the {num_elements - offset} elements from offset on"
-            raise ArgumentError("size", list(shape), rule)
+            raise ArgumentError("size", list(extents), rule)
         begin = self._context.workspace_bytes
         if use_rdma_buffer:
             self._low_latency_region.is_lent = True
             begin = self._context.low_latency_end - self._context.low_latency_bytes
-        return self._context.heap.view(begin + offset * dtype.itemsize, shape, dtype)
+        return self._context.heap.view(begin + offset * dtype.itemsize, extents, dtype)
 
 
 _SHOWN_CALLS = (

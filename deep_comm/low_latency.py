@@ -8,7 +8,6 @@ from torch import Tensor
 from deep_comm import _core
 from deep_comm.context import Context
 from deep_comm.context.low_latency_region import LowLatencyRegion, native_calls, region_bytes
-from deep_comm.errors import ArgumentError
 from deep_comm.handle import LowLatencyHandle
 from deep_comm.log import logger, warn_of_lost_gradient
 from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
@@ -32,9 +31,9 @@ class LowLatencyCalls:
     their hooks at a time. Hooks may be called in any order, each once. The next but one call of a
     kind is refused until the hook of a call has run.
 
-    **The region** of these calls is zero while none runs, and must be zero when one begins. Between
-    calls it may be looked at and zeroed. If anything else is written there
-    (get_local_buffer_tensor), all ranks call clean_low_latency_buffer before the next call.
+    **The region** of these calls may be looked at and zeroed between calls, although they leave
+    bytes there. If anything else is written there (get_local_buffer_tensor), all ranks call
+    clean_low_latency_buffer before the next call.
 
     **Several nodes.** The same calls give the same results. A receive phase may wait for that of
     another rank of the node, which hands rows on: all ranks call their hooks in the same order.
@@ -89,8 +88,7 @@ class LowLatencyCalls:
             ("num_experts", num_experts, 1),
             ("ranks_per_node", 1 if ranks_per_node is None else ranks_per_node, 1),
         ):
-            if not hasattr(value, "__index__") or value < smallest:
-                raise ArgumentError(name, repr(value), f"must be an integer of at least {smallest}")
+            integers.require(name, value, smallest, integers.LARGEST)
         max_tokens = integers.require(
             "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, _MOST_TOKENS
         )
@@ -247,6 +245,7 @@ class LowLatencyCalls:
         the dispatch has ended.
 
         Raises:
+            ArgumentError: there was no such dispatch, or its hook has not run.
             PeerTimeout: the dispatch did not get there; or what else it ended with.
 
         Examples:
@@ -361,7 +360,8 @@ class LowLatencyCalls:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a rank out from the next low-latency call on, or take it back.
 
-        This concerns this rank only: tell the others likewise. A rank that has missed a call cannot
+        This concerns this rank only: tell the others likewise. A call whose hook has not run leaves
+        the rank out too, with what has already come from it. A rank that has missed a call cannot
         come back this way, but with low_latency_clean_mask_buffer. Ordered on the current stream.
 
         Args:
@@ -369,7 +369,10 @@ class LowLatencyCalls:
             mask: True: leave it out.
 
         Raises:
-            ArgumentError: no such rank, or a Buffer without enable_shrink.
+            ArgumentError: no such rank, or a Buffer without enable_shrink; a rank is to be taken
+                back while a hook has not run.
+            UnsupportedError: a rank that is absent since ``reset(without=...)`` is to be taken
+                back.
 
         Examples:
             >>> if buffer.enable_shrink:
@@ -414,7 +417,7 @@ class LowLatencyCalls:
             ArgumentError: a Buffer without enable_shrink.
             UnsupportedError: ranks are absent since ``reset(without=...)``, which only reset() of
                 all ranks takes back.
-            PeerLost: a rank does not come.
+            PeerLost: a rank does not come. The Buffer then needs another reset.
 
         Examples:
             >>> if buffer.enable_shrink:

@@ -133,6 +133,7 @@ class SymmetricMemory:
                 "multicast": multicast,
             },
         )
+        env.require_valid()
         num_nodes = Rendezvous(group, comm).meet(timeout_s).topology(None).num_nodes
         if num_nodes > 1:
             raise UnsupportedError(

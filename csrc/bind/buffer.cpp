@@ -148,6 +148,9 @@ void bind_buffer(py::module_& m) {
       "begin_reset", [](BoundBuffer& self) { self.context.begin_reset(); },
       "Raises BufferInUse while another thread is in a call, or a signal handler interrupts one. "
       "Then no call begins until end_reset.");
+  buffer.def(
+      "require_no_call", [](const BoundBuffer& self) { self.context.require_no_call(); },
+      "Raises BufferInUse as begin_reset.");
   buffer.def_property_readonly("is_in_use",
                                [](const BoundBuffer& self) { return self.context.is_in_use(); });
   buffer.def("end_reset", [](BoundBuffer& self) { self.context.end_reset(); });

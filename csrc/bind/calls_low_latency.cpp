@@ -205,7 +205,12 @@ void bind_low_latency_calls(py::module_& m) {
                              [](const BoundLowLatency& self) { return self.calls.num_forms(); })
       .def_property_readonly("has_pending",
                              [](const BoundLowLatency& self) { return self.calls.has_pending(); })
-      .def("forget_pending", [](BoundLowLatency& self) { self.calls.forget_pending(); });
+      .def(
+          "forget_pending",
+          [](BoundLowLatency& self, bool was_destroyed) {
+            self.calls.forget_pending(was_destroyed);
+          },
+          py::kw_only(), "was_destroyed"_a);
   def_call<&BoundLowLatency::dispatch>(calls, "dispatch");
   def_call<&BoundLowLatency::combine>(calls, "combine");
   def_call<&BoundLowLatency::wait_num_tokens>(calls, "wait_num_tokens");

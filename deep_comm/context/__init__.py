@@ -82,7 +82,7 @@ class Context:
         self.is_open = False
         self._absence = Absence(self.backend)
         # Of low-latency calls; LowLatencyRegion sets it.
-        self.forget_hooks: Callable[[], None] = lambda: None
+        self.forget_hooks: Callable[..., None] = lambda was_destroyed: None
         with self.backend.device_scope():
             self.rendezvous.require_equal(
                 {
@@ -279,6 +279,7 @@ class Context:
     def check(self) -> None:
         """Raise what a kernel recorded, if any has. Does not wait."""
         self.require_open()
+        self.native_calls.require_no_call()  # whose record it would take
         record = self.engine.poll_error()
         if record is not None:
             self.failures.raise_record(record)
@@ -338,8 +339,13 @@ class Context:
             with self.backend.device_scope():
                 self.synchronize()
                 self.native_calls.end_calls(was_destroyed=False)
-                self.forget_hooks()  # also where a rank is lost: the others' words may be at rest
-                yield
+                self.forget_hooks(was_destroyed=False)
+                try:
+                    yield
+                except BaseException:
+                    # Words of some ranks may be at rest: no call until a reset has ended on all.
+                    self.engine.note_interrupt()
+                    raise
         finally:
             self.native_calls.end_reset()
 
@@ -375,6 +381,7 @@ class Context:
             steps.callback(self.heap.close)
             steps.callback(self.engine.close)
             steps.callback(self.native_calls.end_calls, was_destroyed=True)
+            steps.callback(self.forget_hooks, was_destroyed=True)
             if self.trace_rings is not None:
                 steps.callback(self._leave_trace, self.trace_rings)
             steps.callback(self._drain)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deep_comm import _core
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError
+from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.handle import LowLatencyHandle
 from deep_comm.settings import checks, env
 
@@ -118,6 +118,15 @@ class LowLatencyRegion:
             raise ArgumentError(
                 "rank_to_mask", rank, f"must be another rank of the {self._ctx.num_ranks}"
             )
+        self._ctx.native_calls.require_no_call()
+        if not is_masked:
+            if rank in self._ctx.absent:
+                raise UnsupportedError(
+                    f"rank {rank} is absent since reset(without=...); reset() of all ranks takes "
+                    "it back"
+                )
+            if self._calls.has_pending:  # which may have left it out
+                raise ArgumentError("hook", None, "must be called before a rank is taken back")
         own, votes = self._masks()
         own[rank] = int(bool(is_masked))
         if not is_masked:
@@ -125,6 +134,7 @@ class LowLatencyRegion:
 
     def query_mask(self, mask_status: Any) -> None:
         self._require_shrink()
+        self._ctx.native_calls.require_no_call()
         num_ranks = self._ctx.num_ranks
         status = checks.tensor(
             "mask_status", mask_status, self._ctx.device, shape=(num_ranks,), dtypes=(torch.int32,)

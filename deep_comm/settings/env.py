@@ -236,6 +236,17 @@ REGISTRY: tuple[Variable[Any], ...] = tuple(
     each for each in globals().values() if isinstance(each, Variable)
 )
 
+
+def require_valid() -> None:
+    """Before ranks meet: one that fails alone, later, would let the others wait.
+
+    Raises:
+        ArgumentError: a variable that is set does not parse.
+    """
+    for each in REGISTRY:
+        each.get()
+
+
 # Read by the build, not by the package; listed so that unknown() does not call them typos.
 # Name: (default, meaning).
 BUILD_VARIABLES: dict[str, tuple[str, str]] = {

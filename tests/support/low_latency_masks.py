@@ -507,6 +507,10 @@ def mask_by_hand(case: LowLatencyCase) -> None:
             buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
             buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
             assert time.monotonic() - started < 10, "nobody is waited for"
+            hook = Pair(buffer, dataclasses.replace(case, mode="hook"), 0).dispatch()
+            with pytest.raises(ArgumentError, match="before a rank is taken back"):
+                buffer.low_latency_update_mask_buffer(DEAD, False)
+            hook()
             buffer.low_latency_update_mask_buffer(DEAD, False)
             assert masks_of(buffer) == [0] * case.num_ranks
 

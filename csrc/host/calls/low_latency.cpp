@@ -193,19 +193,22 @@ void LowLatencyCalls::receive(LowLatencyPending& pending) {
   std::erase_if(others, [&](const std::shared_ptr<LowLatencyPending>& each) {
     return each.get() == &pending;
   });
-  if (pending.kind == LowLatencyKind::kDispatch) {
-    pending.record->state = LowLatencyDispatchRecord::State::kReceived;
-  }
+  using State = LowLatencyDispatchRecord::State;
+  const auto record = std::exchange(pending.record, nullptr);
+  const bool is_dispatch = pending.kind == LowLatencyKind::kDispatch;
+  if (is_dispatch) record->state = State::kFailed;  // until it is known
   // It cannot be called again, so that a launch that fails leaves the peers waiting.
   context_.keep_step([&] {
     const DeviceScope device(context_.order.target());
     std::visit([&](const auto& call) { run(*pending.form, call, pending.stream); }, pending.call);
   });
-  pending.record = nullptr;
   context_.end();
+  if (is_dispatch) record->state = State::kReceived;
 }
 
-void LowLatencyCalls::forget_pending() {
+void LowLatencyCalls::forget_pending(bool was_destroyed) {
+  if (was_destroyed) combine_buffers_.clear();
+  has_report_ = false;
   for (Pending& of_kind : pending_) {
     for (const std::shared_ptr<LowLatencyPending>& each : std::exchange(of_kind, {})) {
       each->is_waiting = false;
@@ -220,6 +223,14 @@ void LowLatencyCalls::forget_pending() {
 
 int LowLatencyCalls::wait_num_tokens() {
   context_.require_open();
+  if (!has_report_) {
+    refuse_argument("report_num_tokens", false, "must be True in a low_latency_dispatch before");
+  }
+  for (const auto& pending : pending_of(LowLatencyKind::kDispatch)) {
+    if (std::get<LowLatencyDispatchCall>(pending->call).is_reporting) {
+      refuse_argument("hook", {}, "must be called first: the receive phase reports");
+    }
+  }
   const std::optional<int> most =
       context_.wait([&] { return context_.engine.wait_low_latency_num_tokens(); });
   if (most) return *most;
@@ -332,6 +343,7 @@ ReservedLowLatencyDispatch::ReservedLowLatencyDispatch(CallContext& context,
 }
 
 LowLatencyCompletion LowLatencyCalls::launch(ReservedLowLatencyDispatch&& reserved) {
+  has_report_ = has_report_ || reserved.checked_.call_.is_reporting;
   return launch_phases(reserved, LowLatencyKind::kDispatch);
 }
 
@@ -349,11 +361,21 @@ void LowLatencyCalls::require_handle(const LowLatencyDispatchRecord* handle,
 // Combine reads the rows' slots from the metadata: until dispatch's receive phase has run they are
 // whatever the memory held before.
 void LowLatencyCalls::require_received(const LowLatencyDispatchRecord& handle) const {
-  if (handle.state == LowLatencyDispatchRecord::State::kReceived) return;
-  refuse_argument("handle", "rows not received yet",
-                  handle.state == LowLatencyDispatchRecord::State::kWaits
-                      ? "must be of a dispatch whose hook has run: call it first"
-                      : "must be of a dispatch whose hook ran: reset() has forgotten this one's");
+  using State = LowLatencyDispatchRecord::State;
+  const char* rule = "must be of a dispatch whose hook has run: call it first";
+  switch (handle.state) {
+    case State::kReceived:
+      return;
+    case State::kWaits:
+      break;
+    case State::kForgotten:
+      rule = "must be of a dispatch whose hook ran: reset() has forgotten this one's";
+      break;
+    case State::kFailed:
+      rule = "must be of a dispatch that succeeded: the hook of this one raised";
+      break;
+  }
+  refuse_argument("handle", "rows not received yet", rule);
 }
 
 const MadeTensor* LowLatencyCalls::combine_buffer(const LowLatencyForm& form) const {

@@ -46,8 +46,9 @@ struct LowLatencyForm {
 struct LowLatencyDispatchRecord {
   enum class State : uint8_t {
     kReceived,
-    kWaits,     // for its hook
-    kForgotten  // by a reset: its hook will never run
+    kWaits,      // for its hook
+    kForgotten,  // by a reset: its hook will never run
+    kFailed      // its hook raised
   };
 
   std::shared_ptr<const LowLatencyForm> form;
@@ -228,8 +229,9 @@ class LowLatencyCalls {
 
   size_t num_forms() const { return forms_.size(); }
   bool has_pending() const { return !pending_[0].empty() || !pending_[1].empty(); }
-  // After a reset: hooks from before have nothing left to receive.
-  void forget_pending();
+  // After a reset: hooks from before have nothing left to receive. was_destroyed: nor has anybody
+  // rows to combine.
+  void forget_pending(bool was_destroyed);
 
  private:
   using Pending = std::vector<std::shared_ptr<LowLatencyPending>>;
@@ -250,6 +252,7 @@ class LowLatencyCalls {
   const LowLatencySettings settings_;
   std::vector<std::shared_ptr<const LowLatencyForm>> forms_;        // a handful
   std::array<Pending, 2> pending_;                                  // by kind
+  bool has_report_ = false;                                         // a dispatch was to report
   std::vector<std::pair<TensorSpec, MadeTensor>> combine_buffers_;  // by the shape of rows
 };
 

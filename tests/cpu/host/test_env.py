@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import deep_comm
-from deep_comm import ArgumentError
+from deep_comm import ArgumentError, local
 from deep_comm.backends import resolve_device
 from deep_comm.settings import env
 
@@ -94,3 +95,53 @@ def test_variables_of_the_build_are_those_that_it_reads() -> None:
     project = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
     read = re.findall(r'env = "(\w+)", default = "([^"]*)"', project)
     assert {name: default for name, (default, _) in env.BUILD_VARIABLES.items()} == dict(read)
+
+
+class CountingGroup:
+    """A ThreadGroup that counts what is exchanged over it."""
+
+    in_process, simulation = True, None
+
+    def __init__(self, group: local.ThreadGroup) -> None:
+        self._group, self.num_exchanges = group, 0
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.num_exchanges += 1
+        return self._group.all_gather_object(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("DEEP_COMM_NUM_SMS", "none"),
+        ("DEEP_COMM_NUM_SMS", "9999"),
+        ("DEEP_COMM_POISON", "perhaps"),
+        ("DEEP_COMM_EARLY_LAUNCHES", "perhaps"),
+        ("DEEP_COMM_RAIL_NEAR", "perhaps"),
+        ("DEEP_COMM_NUM_DIRECT_BYTES", str(1 << 21)),
+    ],
+)
+def test_a_buffer_names_a_bad_variable_before_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """A rank that failed later would let the others wait."""
+
+    def main(thread_group: local.ThreadGroup) -> int:
+        group = CountingGroup(thread_group)
+        with pytest.raises(ArgumentError, match=name):
+            deep_comm.Buffer(group, 1 << 20, device="cpu")
+        refused_after = group.num_exchanges
+        monkeypatch.delenv(name, raising=False)
+        thread_group.barrier()
+        with deep_comm.Buffer(group, 1 << 20, device="cpu"):
+            assert group.num_exchanges > 0
+        return refused_after
+
+    monkeypatch.setenv(name, text)
+    assert local.run(main, 1) == [0]

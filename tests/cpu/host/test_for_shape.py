@@ -137,3 +137,13 @@ def test_options_that_cannot_be_are_refused_before_ranks_meet(
     with pytest.raises(ArgumentError, match=rule) as refused:
         deep_comm.Buffer.for_shape(None, **{**SHAPE, **options}, device="cpu")
     assert refused.value.argument == argument
+
+
+def test_the_variable_sizes_the_receive_region_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(group: Any) -> int:
+        with deep_comm.Buffer.for_shape(group, **SHAPE, device="cpu", timeout_s=30) as buffer:
+            return buffer.stats().receive_region_bytes
+
+    assert min(local.run(main, 2, timeout_s=60)) > 0
+    monkeypatch.setenv("DEEP_COMM_NUM_DIRECT_BYTES", "0")
+    assert local.run(main, 2, timeout_s=60) == [0, 0]

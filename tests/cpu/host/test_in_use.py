@@ -99,6 +99,25 @@ def test_no_call_begins_while_a_buffer_is_reset() -> None:
     assert local.run(main, 2) == [errors.BufferInUse] * 2
 
 
+def test_no_other_thread_takes_the_record_of_a_call() -> None:
+    def main(group: Any) -> type[BaseException] | None:
+        with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=20) as buffer:
+            if group.rank() == 1:
+                group.barrier()
+                return raised_in_a_thread(buffer.barrier)
+            waits = threading.Thread(target=buffer.barrier)
+            waits.start()
+            while not buffer._context.native_calls.is_in_use:
+                pass
+            seen = raised_in_a_thread(buffer.check)
+            group.barrier()  # now the peer may come
+            waits.join()
+            buffer.check()
+            return seen
+
+    assert local.run(main, 2) == [errors.BufferInUse, None]
+
+
 def test_what_was_refused_because_of_another_thread_can_be_received_later() -> None:
     def main(group: Any) -> int:
         with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=20) as buffer:

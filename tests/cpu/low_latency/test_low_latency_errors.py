@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ def together_then_pairs(body: Callable[[Buffer], None], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("position", range(4))
-@pytest.mark.parametrize("wrong", ["64", None, 2.5, 0])
+@pytest.mark.parametrize("wrong", ["64", None, 2.5, 0, 2**31])
 def test_a_size_hint_names_what_is_no_size(position: int, wrong: Any) -> None:
     sizes: list[Any] = [8, 128, 2, 8]
     sizes[position] = wrong
@@ -204,6 +205,42 @@ def test_combine_before_the_hook_of_its_dispatch_is_refused(buffer: Buffer, /) -
     buffer.reset()
     with pytest.raises(ArgumentError, match="forgotten"):
         buffer.low_latency_combine(recv_x, idx, weights, handle)
+
+
+@run_by(together_then_pairs, timeout_s=1.0)
+def test_combine_of_a_dispatch_whose_hook_raised_is_refused(buffer: Buffer, /) -> None:
+    """Its slots are whatever the memory held before."""
+    idx, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    if buffer.rank == 0:
+        recv_x, _, handle, _, hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)
+        with pytest.raises(PeerTimeout):
+            hook()
+    buffer.group.barrier()
+    buffer.reset()
+    if buffer.rank == 0:
+        with pytest.raises(ArgumentError, match="the hook of this one raised"):
+            buffer.low_latency_combine(recv_x, idx, weights, handle)
+
+
+@run_by(together_then_pairs)
+def test_a_report_that_nobody_will_make_is_refused(buffer: Buffer, /) -> None:
+    dispatch(buffer)
+    with pytest.raises(ArgumentError, match="report_num_tokens must be True"):
+        buffer.wait_low_latency_num_tokens()
+    hook = dispatch(buffer, report_num_tokens=True, return_recv_hook=True)[4]
+    with pytest.raises(ArgumentError, match="hook must be called first"):
+        buffer.wait_low_latency_num_tokens()
+    hook()
+    assert buffer.wait_low_latency_num_tokens() == 3
+
+
+@run_by(together)
+def test_rows_of_zero_copy_end_with_the_buffer(buffer: Buffer, /) -> None:
+    handle = dispatch(buffer, use_fp8=False)[2]
+    rows = weakref.ref(buffer.get_next_low_latency_combine_buffer(handle))
+    assert rows() is not None
+    buffer.destroy()
+    assert rows() is None
 
 
 @run_by(together_then_pairs)

@@ -34,7 +34,15 @@ from run_by import run_by
 from schedules import some_of
 
 import deep_comm
-from deep_comm import ArgumentError, Buffer, MaskedOut, simulate
+from deep_comm import (
+    ArgumentError,
+    Buffer,
+    CallInterrupted,
+    MaskedOut,
+    PeerLost,
+    local,
+    simulate,
+)
 
 # Ranks that fall silent, in nodes of two.
 ONE, NODE = (DEAD,), (2, 3)
@@ -286,6 +294,30 @@ def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean(tier: str)
 @not_stored
 def test_masks_by_hand(tier: str) -> None:
     mask_by_hand(case_in(tier, calls=1, mode="plain"))
+
+
+def test_a_buffer_needs_another_reset_after_one_that_lost_a_rank() -> None:
+    """Its hooks are forgotten, and the words of some ranks may be at rest."""
+    case = case_of(calls=1, mode="hook")
+
+    def main(group: local.ThreadGroup) -> bool:
+        with open_buffer(group, case, timeout_s=20, enable_shrink=True) as buffer:
+            pair = Pair(buffer, case, 0)
+            hook = pair.dispatch()
+            group.all_gather_object(None)
+            if buffer.rank == DEAD:
+                return False
+            with pytest.raises(PeerLost):
+                buffer.low_latency_clean_mask_buffer()
+            with pytest.raises(ArgumentError, match="not after reset"):
+                hook()
+            with pytest.raises(CallInterrupted):
+                pair.dispatch()
+            buffer.reset(without=[DEAD])
+            pair.dispatch()()
+            return True
+
+    assert local.run(main, case.num_ranks, timeout_s=60).count(True) == case.num_ranks - 1
 
 
 @run_by(on_case, LowLatencyCase((4,), 4))

@@ -344,6 +344,8 @@ def low_latency_beside(group: Any, enable_shrink: bool) -> None:
                 assert mask.tolist() == [0, 1, 0]
                 with pytest.raises(UnsupportedError, match="reset"):
                     buffer.low_latency_clean_mask_buffer()
+                with pytest.raises(UnsupportedError, match="rank 1 is absent"):
+                    buffer.low_latency_update_mask_buffer(1, False)
         group.all_gather_object(None)
         if buffer.rank == 1:
             with pytest.raises(MaskedOut):
