@@ -6,7 +6,6 @@ import random
 
 import forked
 import pytest
-import tool_modules
 import torch
 from low_latency import (
     LowLatencyCase,
@@ -50,28 +49,6 @@ def test_every_rank_gets_its_rows_and_sums(way: str) -> None:
     run_seeds(range(42), sampled_case, run_case, verify, on_threads)
 
 
-def test_the_model_knows_what_a_nic_takes_at_least() -> None:
-    ways = tool_modules.load("low_latency_ways.py")
-    shape = ways.Shape(num_nodes=2, ranks_per_node=4, num_experts=64, num_topk=4, hidden=1024)
-    routing = ways.uniform_routing(shape, 32, seed=1)
-    for is_combine in (False, True):
-        for way in ways.WAYS:
-            machine = ways.Machine()
-            puts = ways.puts_of(shape, machine, way, routing, is_combine=is_combine)
-            of_ranks = [
-                sum(
-                    max(p.num_bytes / machine.nic, machine.nic_message)
-                    for p in puts
-                    if p.source == rank
-                )
-                for rank in range(shape.num_ranks)
-            ]
-            taken = ways.duration(machine, puts, is_combine=is_combine)
-            assert taken >= max(of_ranks) + machine.network
-            slower = ways.Machine(nic=machine.nic / 100)
-            assert ways.duration(slower, puts, is_combine=is_combine) > 3 * taken
-
-
 def put_bytes(group: local.ThreadGroup, case: LowLatencyCase) -> list[list[int]]:
     """What one call of each kind puts, [dispatch, combine] by node."""
     with open_buffer(group, case) as buffer:
@@ -110,16 +87,6 @@ def test_a_row_crosses_once_to_a_node_or_to_each_rank_there_and_never_to_the_own
             rank in ranks for peer in (2 * other, 2 * other + 1) for ranks in ranks_of[peer]
         )
         assert combined[other] == returned * row
-    # The model of the ways counts the same messages.
-    ways = tool_modules.load("low_latency_ways.py")
-    shape = ways.Shape(num_nodes=2, ranks_per_node=2, num_experts=8, num_topk=3, hidden=256)
-    routing = [[[e for e in row if e >= 0] for row in idx.tolist()] for _, idx, _ in inputs]
-    machine = ways.Machine()
-    for is_combine, of_way in ((False, "node" if is_once else "rank"), (True, "rank")):
-        puts = ways.puts_of(shape, machine, of_way, routing, is_combine=is_combine)
-        for rank in range(4):
-            counted = got[rank][is_combine][1 - rank // 2] - (0 if is_combine else counts)
-            assert counted == sum(put.num_bytes for put in puts if put.source == rank)
 
 
 def test_the_most_tokens_of_any_rank_are_reported_to_all() -> None:
