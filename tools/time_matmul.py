@@ -1,16 +1,13 @@
-"""The Triton product of deep_comm.tp alone beside cuBLAS, on one GPU: is it good enough to fuse?
+"""Which configuration of the Triton product of deep_comm.tp is the fastest, on one GPU?
 
     python tools/time_matmul.py [--ranks 2] [--shapes qkv,up] [--seconds 150] [--sms 0]
 
 Needs a Hopper GPU, torch and Triton 3.6; the package need not be built. Checks first: every
 configuration against torch.matmul, rows that arrive while the product runs (copied by copy engines,
 a chunk and then its word), a chunk that never comes, and ranks beside each other on this GPU that
-scatter their products. Then, for each shape, times every
-configuration for a moment and the best one beside cuBLAS in turn. Columns:
-
-    cuBLAS, Triton     median µs of the rounds, and TFLOP/s
-    ratio              cuBLAS / Triton; fusing needs 0.95
-    waiting            the same ratio if each tile also waits for its rows, whose words are all set
+scatter their products. Then, for each shape: median µs of every configuration, by its number, and
+of the best one if each tile also waits for its rows, whose words are all set. `bench --mode tp` has
+the fused products beside cuBLAS.
 
 `--ranks`: of tensor parallelism, which divides N of the all-gather shapes and K of the others.
 `--sms`: SMs of the product; 0: all. The exit code is 1 if a check fails.
@@ -23,6 +20,7 @@ import importlib.util
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -250,9 +248,9 @@ def check(config: tp.ProductConfig, num_programs: int) -> str:
     )
 
 
-def usable(num_programs: int, skipped: set[int]) -> tuple[list[tp.ProductConfig], bool]:
+def usable(num_programs: int, skipped: set[int]) -> tuple[dict[int, tp.ProductConfig], bool]:
     """The configurations that this GPU and this Triton take, and whether all of them are right."""
-    found, is_right = [], True
+    found, is_right = {}, True
     for number, config in enumerate(tp.CONFIGS):
         if number in skipped:
             continue
@@ -274,7 +272,7 @@ def usable(num_programs: int, skipped: set[int]) -> tuple[list[tp.ProductConfig]
             is_right = False
             print(f"    {wrong}")
         else:
-            found.append(config)
+            found[number] = config
     return found, is_right
 
 
@@ -288,52 +286,43 @@ def label(config: tp.ProductConfig) -> str:
     return " ".join(marks)
 
 
-def microseconds(call, calls: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls * 1e3
+def microseconds(call: Callable[[], object]) -> float:
+    """Of a call, the median of seven rounds of four."""
+    call()
+    rounds = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(4):
+            call()
+        end.record()
+        end.synchronize()
+        rounds.append(begin.elapsed_time(end) / 4 * 1e3)
+    return statistics.median(rounds)
 
 
 def time_shape(
-    shape: Shape, configs: list[tp.ProductConfig], num_programs: int, num_ranks: int
+    shape: Shape, configs: dict[int, tp.ProductConfig], num_programs: int, num_ranks: int
 ) -> str:
     x, weight, out = operands(shape.m, shape.n, shape.k)
     gathered = gathering(x, num_ranks, 0, sequence=7)
-    own = own_rows(x, gathered)
 
-    def triton_call(config, rows=x, gathered=None):
-        return lambda: tp.product(
-            rows, weight.t(), config, out=out, num_programs=num_programs, gathered=gathered
+    def took(
+        config: tp.ProductConfig, rows: torch.Tensor, gathered: tp.Gathered | None = None
+    ) -> float:
+        return microseconds(
+            lambda: tp.product(
+                rows, weight.t(), config, out=out, num_programs=num_programs, gathered=gathered
+            )
         )
 
-    quick = {}
-    for config in configs:
-        triton_call(config)()
-        quick[config] = statistics.median(microseconds(triton_call(config), 2) for _ in range(4))
-    best = min(quick, key=quick.__getitem__)
-    calls = {
-        "cuBLAS": lambda: torch.matmul(x, weight.t(), out=out),
-        "Triton": triton_call(best),
-        "waiting": triton_call(best, own, gathered),
-    }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    count = max(2, int(10_000 / quick[best]))
-    for _ in range(7):
-        for name, call in calls.items():
-            times[name].append(microseconds(call, count))
-    took = {name: statistics.median(rounds) for name, rounds in times.items()}
-    flops = 2 * shape.m * shape.n * shape.k
-    cells = [f"{took[name]:8.1f} {flops / took[name] / 1e6:6.0f}" for name in ("cuBLAS", "Triton")]
-    ratios = [took["cuBLAS"] / took[name] for name in ("Triton", "waiting")]
+    times = {number: took(config, x) for number, config in configs.items()}
+    best = min(times, key=times.__getitem__)
+    waiting = took(configs[best], own_rows(x, gathered), gathered)
+    cells = " ".join(f"{number}: {us:.1f}" for number, us in times.items())
     return (
-        f"{shape.name:12} {shape.m:6} {shape.n:6} {shape.k:6} {cells[0]} {cells[1]}"
-        f" {ratios[0]:6.3f} {ratios[1]:8.3f}  {label(best)}"
+        f"{shape.name:12} {shape.m:6} {shape.n:6} {shape.k:6}  {cells}  best {best},"
+        f" waiting {waiting:.1f}"
     )
 
 
@@ -361,10 +350,7 @@ def main() -> int:
     print(f"{len(configs)} of {len(tp.CONFIGS)} configurations are right", flush=True)
     if not configs:
         return 1
-    print(
-        f"{'':12} {'M':>6} {'N':>6} {'K':>6} {'cuBLAS µs TF/s':>15} {'Triton µs TF/s':>15}"
-        f" {'ratio':>6} {'waiting':>8}  the best configuration"
-    )
+    print(f"{'':12} {'M':>6} {'N':>6} {'K':>6}  µs by number of the configuration")
     wanted = [part for part in options.shapes.split(",") if part]
     for shape in shapes(options.ranks):
         if wanted and not any(part in shape.name for part in wanted):
