@@ -63,16 +63,14 @@ def form_of(name: str) -> quantised.Form:
     return quantised.Form(expand=name == "fp8_expanded", column_major=name == "fp8_expanded")
 
 
-def call_form(buffer: Buffer, case: Case, form: str, options: dict | None = None) -> list:
+def call_form(buffer: Buffer, case: Case, form: str) -> list:
     """All calls of a case."""
     if form == "plain":
-        one = lambda call: roundtrip.call_once(buffer, case, call, options)
+        one = lambda call: roundtrip.call_once(buffer, case, call)
     elif form == "expanded":
-        one = lambda call: expanded.call_once(buffer, case, call, options)
+        one = lambda call: expanded.call_once(buffer, case, call)
     else:
-        one = lambda call: quantised.call_once(
-            buffer, quantised.Formed(case, form_of(form)), call, options
-        )
+        one = lambda call: quantised.call_once(buffer, quantised.Formed(case, form_of(form)), call)
     return [one(call) for call in range(case.calls)]
 
 
@@ -97,12 +95,10 @@ def open_buffer(group: Any, case: Case, timeout_s: float, **options: Any) -> Buf
     return buffer
 
 
-def run_plan(
-    buffer: Buffer, plan: Plan, die: Callable[[], None], options: dict | None = None
-) -> list[list]:
+def run_plan(buffer: Buffer, plan: Plan, die: Callable[[], None]) -> list[list]:
     """Calls of all ranks, then without those that `die`, which raises or never returns: what came
     of the calls after each reset, those of all ranks first."""
-    results = [call_form(buffer, plan.case_with((), 0), plan.form, options)]
+    results = [call_form(buffer, plan.case_with((), 0), plan.form)]
     gone: tuple[int, ...] = ()
     for step, absent in enumerate(plan.steps(), 1):
         ending = [rank for rank in absent if rank not in gone]
@@ -112,7 +108,7 @@ def run_plan(
             notice(buffer, ending)
         buffer.reset(without=ending if step % 2 == 0 else absent)
         gone = absent
-        results.append(call_form(buffer, plan.case_with(absent, step), plan.form, options))
+        results.append(call_form(buffer, plan.case_with(absent, step), plan.form))
     return results
 
 
@@ -307,9 +303,9 @@ def check_graph(buffer: Buffer, absent: Sequence[int]) -> None:
         assert torch.equal(combined, graph_bodies.expected(live, buffer.group_size)), call
 
 
-def dispatch_some(buffer: deep_comm.Buffer, num_tokens: int = 4) -> Any:
+def dispatch_some(buffer: deep_comm.Buffer) -> Any:
     """A token to each expert, one of each rank."""
     num_ranks = buffer.group_size
-    x = torch.ones(num_tokens, 64, dtype=torch.bfloat16, device=buffer.device)
-    idx = torch.arange(num_tokens, device=buffer.device).view(num_tokens, 1) % num_ranks
+    x = torch.ones(4, 64, dtype=torch.bfloat16, device=buffer.device)
+    idx = torch.arange(4, device=buffer.device).view(4, 1) % num_ranks
     return buffer.dispatch(x, topk_idx=idx, num_experts=num_ranks)

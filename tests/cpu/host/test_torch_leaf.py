@@ -64,11 +64,6 @@ def framework(leaf: str, comm: Any = None, current: Callable[[], int] | None = N
         )
 
 
-def of_type(dtype: torch.dtype, num_bytes: int = 96) -> torch.Tensor:
-    memory = torch.arange(num_bytes, dtype=torch.uint8)
-    return memory.view(dtype)
-
-
 def tensors() -> Iterator[tuple[str, torch.Tensor]]:
     base = torch.arange(360.0).view(3, 4, 5, 6)
     yield "4-d", base
@@ -88,7 +83,7 @@ def tensors() -> Iterator[tuple[str, torch.Tensor]]:
     with torch.inference_mode():
         yield "inference", base.clone()
     for dtype in DTYPES:
-        yield str(dtype), of_type(dtype)
+        yield str(dtype), torch.arange(96, dtype=torch.uint8).view(dtype)
 
 
 @pytest.mark.parametrize("tensor", [pytest.param(made, id=name) for name, made in tensors()])

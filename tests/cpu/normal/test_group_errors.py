@@ -15,7 +15,7 @@ import deep_comm
 from deep_comm import errors, local, simulate
 
 
-def each_rank(change, *, num_ranks: int = 3, timeout_s: float = 20.0) -> list:
+def each_rank(change) -> list:
     """Dispatches once per rank after ``change(rank, arguments)``; returns results and errors."""
 
     def fn(buffer):
@@ -23,7 +23,7 @@ def each_rank(change, *, num_ranks: int = 3, timeout_s: float = 20.0) -> list:
         change(buffer.rank, arguments)
         return buffer.dispatch(**arguments)
 
-    return on_buffers(fn, num_ranks, 4 << 20, return_errors=True, timeout_s=timeout_s)
+    return on_buffers(fn, 3, 4 << 20, return_errors=True, timeout_s=20.0)
 
 
 def on_pair(fn, ranks_per_node: int | None, direct_bytes: int) -> None:

@@ -19,14 +19,14 @@ from deep_comm import ArgumentError, Handle, HandleMismatch, local
 NUM_TOKENS, NUM_EXPERTS, HIDDEN = 6, 4, 64
 
 
-def _six(num_ranks: int = 2, num_channels: int = 3, num_tokens: int = 5, num_rows: int = 7):
+def _six(num_ranks: int = 2):
     return (
         torch.zeros(num_ranks, num_ranks, dtype=torch.int32),
-        torch.ones(num_ranks, num_channels, dtype=torch.int32),
-        torch.full((num_ranks, num_channels), 2, dtype=torch.int32),
-        torch.zeros(num_rows, dtype=torch.int32),
-        torch.zeros(num_tokens, num_ranks, dtype=torch.bool),
-        torch.zeros(num_tokens, num_ranks, dtype=torch.int32),
+        torch.ones(num_ranks, 3, dtype=torch.int32),
+        torch.full((num_ranks, 3), 2, dtype=torch.int32),
+        torch.zeros(7, dtype=torch.int32),
+        torch.zeros(5, num_ranks, dtype=torch.bool),
+        torch.zeros(5, num_ranks, dtype=torch.int32),
     )
 
 

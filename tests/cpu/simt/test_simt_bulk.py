@@ -63,14 +63,14 @@ def test_the_fault_skip_bulk_wait_read_is_found() -> None:
     assert not all(store_reuse_is_right("bulk_groups", [], seed, **faults) for seed in range(60))
 
 
-def stale_words(wait: int, release: int, seeds: int = 120, **options: object) -> list[int]:
+def stale_words(wait: int, release: int, **options: object) -> list[int]:
     return [
         int(
             simulate("bulk_message", [wait, release], num_ranks=2, seed=seed, **options)
             .check()
             .memory[8]
         )
-        for seed in range(seeds)
+        for seed in range(120)
     ]
 
 

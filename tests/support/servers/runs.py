@@ -153,8 +153,8 @@ def started(
         _living.discard(process)
 
 
-def tail(log: Path, count: int = 40) -> str:
-    said = log.read_text(errors="replace").splitlines()[-count:]
+def tail(log: Path) -> str:
+    said = log.read_text(errors="replace").splitlines()[-40:]
     return "\n".join([f"--- {log.name}", *(line[:400] for line in said)])
 
 
@@ -240,13 +240,13 @@ class Left:
                 return now
         raise Failed(f"other processes use these GPUs: {now.device_mib} MiB")
 
-    def require_nothing_more(self, limit_s: float = 20.0, spare_mib: int = 64) -> None:
+    def require_nothing_more(self, limit_s: float = 20.0) -> None:
         """Raises Failed if there is more than this ``limit_s`` after a kill."""
         deadline = time.monotonic() + limit_s
         while True:
             new = sorted(segments() - self.segments)
             more = [now - then for now, then in zip(device_mib(), self.device_mib, strict=True)]
-            if not new and all(mib <= spare_mib for mib in more):
+            if not new and all(mib <= 64 for mib in more):
                 return
             if time.monotonic() > deadline:
                 raise Failed(f"left behind: shared memory {new}, MiB of the GPUs {more}")
