@@ -11,6 +11,7 @@ import pytest
 import torch
 from collectives import FLOATS, NORM, OPS, Call, CollectiveCase, make, verify
 from gpu_cases import on_own_device
+from graph_bodies import captured
 
 from deep_comm import errors, tp
 from deep_comm.symmetric import SymmetricMemory
@@ -47,11 +48,7 @@ def _replayed(group, device: torch.device, op: str) -> bool:
             return make(call, x, memory)
 
         step()
-        torch.cuda.synchronize()
-        group.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [step() for _ in range(3)]
+        graph, outs = captured(lambda: [step() for _ in range(3)], group)
         x.fill_(rank)
         group.barrier()
         for number in range(REPLAYS):

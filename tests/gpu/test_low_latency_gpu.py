@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import verify_each
 from gpu_cases import on_gpus, run
+from graph_bodies import captured
 from low_latency import LowLatencyCase, Pair, Range, open_buffer, run_on_gpu, verify
 
 import deep_comm
@@ -118,14 +119,7 @@ def alternate_graphs(group, case: LowLatencyCase) -> list:
         pairs = [Pair(buffer, case, number) for number in range(case.num_ranks)]
         for pair in pairs:
             pair.run()  # what is made on first use, before the capture
-        torch.cuda.synchronize()
-        group.barrier()
-        graphs = []
-        for pair in pairs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                pair.run()
-            graphs.append(graph)
+        graphs = [captured(pair.run, group)[0] for pair in pairs]
         normal = torch.full((6, 64), 1.0 + buffer.rank, dtype=torch.bfloat16, device=device)
         normal_idx = (torch.arange(6, device=device) % case.num_ranks).unsqueeze(1)
         for call in range(case.calls):

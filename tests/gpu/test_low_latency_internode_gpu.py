@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import verify_each
 from gpu_cases import on_own_device, run
+from graph_bodies import captured
 from low_latency import LowLatencyCase, Pair, Range, open_buffer, run_on_gpu, run_pairs, verify
 
 from deep_comm import errors
@@ -58,14 +59,8 @@ def replay(group, device: torch.device, case: LowLatencyCase) -> list:
     with open_buffer(group, case, device=device, timeout_s=30.0) as buffer:
         buffer.runtime.low_latency_hand_on_tokens = case.hand_on
         pair = Pair(buffer, case, 0)
-        pair.dispatch()
-        pair.combine()
-        torch.cuda.synchronize()
-        group.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            pair.dispatch()
-            pair.combine()
+        pair.run()
+        graph, _ = captured(pair.run, group)
         for call in range(case.calls):
             pair.become(call)
             graph.replay()

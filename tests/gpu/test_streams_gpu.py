@@ -5,6 +5,7 @@ import functools
 import gpu_cases
 import pytest
 import torch
+from graph_bodies import captured
 
 import deep_comm
 
@@ -147,18 +148,14 @@ def _eager_and_captured(group) -> bool:
             return buffer.combine(rows, handle, config=config)[0]
 
         pair()
-        torch.cuda.synchronize()
-        group.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = pair()
+        graph, replayed = captured(pair, group)
         group.barrier()
         want = x * group.size()
         for _ in range(3):
             good = good and torch.equal(pair(), want)
-            captured.zero_()
+            replayed.zero_()
             graph.replay()
-            good = good and torch.equal(captured, want)
+            good = good and torch.equal(replayed, want)
             torch.cuda.synchronize()
             with torch.cuda.stream(other):
                 torch.cuda._sleep(2_000_000)

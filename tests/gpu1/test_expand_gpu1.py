@@ -9,6 +9,7 @@ import torch
 from cases import Case
 from checked_runs import EXPANDED, check
 from gpu_cases import run
+from graph_bodies import captured
 
 import deep_comm
 
@@ -39,11 +40,7 @@ def _captured(group) -> list[bool]:
             return buffer.combine(y, handle, topk_weights=row_weights, apply_weights=True)[0]
 
         combine()
-        torch.cuda.synchronize()
-        group.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = combine()
+        graph, got = captured(combine, group)
         same = []
         for _ in range(4):
             y.normal_()

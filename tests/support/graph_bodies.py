@@ -35,6 +35,16 @@ class Step:
     handle: Any = None
 
 
+def captured(body: Callable[[], Any], group: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of ``body``, which has run before, and what it returned."""
+    torch.cuda.synchronize()
+    group.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = body()
+    return graph, made
+
+
 def factor_of(idx: Tensor, weights: Tensor, first: int) -> Tensor:
     """What a row's experts multiply it with, summed: exact in float32."""
     here = (idx >= 0).float()

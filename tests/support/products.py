@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from collectives import FLOATS
+from graph_bodies import captured
 from torch import Tensor
 
 from deep_comm import tp
@@ -187,11 +188,7 @@ def replayed(group: Any, device: torch.device, op: str, method: str, replays: in
             return make(product, x, weight, memory)
 
         step()
-        torch.cuda.synchronize()
-        group.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [step() for _ in range(3)]
+        graph, outs = captured(lambda: [step() for _ in range(3)], group)
         x.fill_(rank)
         group.barrier()
         value = 0
