@@ -454,6 +454,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     def set_num_sms(new_num_sms: int) -> None:
         """Set the SMs of calls without a Config from now on, for all Buffers. Equal on all ranks.
 
+        Calls of the host target keep one block: a program names a number that suits GPUs. There a
+        Config or DEEP_COMM_NUM_SMS gives them more.
+
         Raises:
             ArgumentError: not an integer of at least 1.
 

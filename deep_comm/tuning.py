@@ -317,7 +317,10 @@ def _config_of(entry: Entry) -> Config:
 
 
 class DefaultConfig:
-    """The Config of calls without one, once their rows are known. Compared by identity."""
+    """The Config of calls without one, once their rows are known. Compared by identity.
+
+    ``max_sms``: of the device; None: the host target, which the model of GPUs says nothing about.
+    """
 
     def __init__(
         self,
@@ -346,6 +349,8 @@ class DefaultConfig:
         ]
         if near:
             return min(near, key=lambda pair: pair[0])[1]
+        if self._max_sms is None:
+            return host_default()
         return self._recommended(
             self._num_ranks, modelled_num_sms(row_bytes, self._num_ranks, self._max_sms)
         )
@@ -353,10 +358,10 @@ class DefaultConfig:
     def combine_sms(self, row_bytes: int, num_channels: int) -> tuple[int, int, int]:
         """As few_rows, then the SMs of a combine that adds more: float32 rows, weights, biases.
         Zeros where that is no more than ``num_channels``, its handle's."""
+        if self._max_sms is None:
+            return 0, 0, 0
         most_rows, num_sms = few_rows(row_bytes, self._num_ranks, self._max_sms)
-        more_sums = math.ceil(MORE_SUMS * num_channels)
-        if self._max_sms is not None:
-            more_sums = min(more_sums, self._max_sms)
+        more_sums = min(math.ceil(MORE_SUMS * num_channels), self._max_sms)
         few = (most_rows, num_sms) if num_sms > num_channels else (0, 0)
         return (*few, more_sums if more_sums > num_channels else 0)
 

@@ -26,14 +26,14 @@ MORE = 3  # 1.5 times two channels
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Calls without a Config have two channels with rings of one slot, as if that had been measured
-    here."""
+    here. Their combines get what the model gives them on a GPU."""
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(tmp_path / "tune.json"))
     entry = dict(row_bytes=768, num_sms=2, send=1, recv=2)
     entries = [dict(entry, operation=name) for name in ("dispatch", "combine")]
     for num_ranks in (1, R, 3):
         key = f"host target x {num_ranks}"
         tuning.store(tmp_path / "tune.json", key, "today", entries)
-    monkeypatch.setattr(tuning, "few_rows", lambda *given: (FEW, SMS))
+    monkeypatch.setattr(tuning.DefaultConfig, "combine_sms", lambda *given: (FEW, SMS, MORE))
 
 
 def _sums(buffer: Any, rank: int, num_tokens: int, **options: Any) -> None:
@@ -187,5 +187,7 @@ def test_the_model_stops_where_its_gain_is_worth_less_than_the_tolerance() -> No
     assert default.combine_sms(14336, 26) == (*tuning.few_rows(14336, 2, 132), 39)
     assert default.combine_sms(14336, 48) == (0, 0, 72)
     assert default.combine_sms(14336, 132) == (0, 0, 0)
+    host = tuning.DefaultConfig("combine", lambda ranks, sms: Config(sms), [], 2, None)
+    assert host.combine_sms(14336, 1) == (0, 0, 0)
     # 3072 tokens of 2 ranks gain more than the tolerance, 4096 do not (docs/guide/sms.md).
     assert 3072 * 1.992 < tuning.few_rows(14336, 2)[0] < 4096 * 1.992

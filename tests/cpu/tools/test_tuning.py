@@ -112,6 +112,8 @@ def test_measurements_go_before_the_model_for_rows_like_theirs() -> None:
     assert small(7392).num_sms == modelled_num_sms(7392, 4, 20)  # 26 SMs do not exist there
     other = DefaultConfig("combine", config.recommended_combine_config, entries, 4, 132)
     assert other(14336).num_sms == 40
+    host = DefaultConfig("dispatch", config.recommended_dispatch_config, entries, 4, None)
+    assert host(12000).num_sms == 16 and host(2048) == config.host_default()
 
 
 def test_files_keep_what_other_machines_measured(tune_file: Path) -> None:
@@ -148,14 +150,16 @@ def test_the_file_of_the_cache_folder_is_not_for_the_host_target(
     assert tuning.read(CPU, 2) == []
 
 
-def _channels(group: Any, **options: Any) -> int:
-    with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=20) as buffer:
-        x = torch.ones(6, 64).bfloat16()
+def _channels(group: Any, hidden: int = 64, **options: Any) -> int:
+    with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=20, trace=4) as buffer:
+        x = torch.ones(6, hidden).bfloat16()
         idx = torch.arange(6)[:, None] % 4
         received, _, _, _, handle, _ = buffer.dispatch(
             x, topk_idx=idx, topk_weights=torch.ones(6, 1), num_experts=4, **options
         )
         assert torch.equal(buffer.combine(received, handle)[0], x)
+        blocks = {event.block for event in buffer.trace().events if event.kernel == "combine"}
+        assert len(blocks) == handle.num_channels  # not the more that the model gives it on GPUs
         return handle.num_channels
 
 
@@ -165,6 +169,8 @@ def test_buffers_use_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert local.run(_channels, 2, timeout_s=60) == [1, 1]  # the host target's own default
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
     assert local.run(_channels, 2, timeout_s=60) == [3, 3]
+    unlike = local.run(lambda group: _channels(group, hidden=640), 2, timeout_s=60)
+    assert unlike == [1, 1]  # the model is about GPUs
     # A Config, the variable and set_num_sms go before it.
     given = deep_comm.Config(2, 4, 32)
     assert local.run(lambda group: _channels(group, config=given), 2, timeout_s=60) == [2, 2]
