@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 
+def _flat_bytes(values: Tensor) -> Tensor:
+    flat = values.reshape(-1)
+    # A tensor of one element counts as contiguous with any stride, which view() then refuses.
+    flat = flat.contiguous().as_strided((flat.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
 def row_bytes(rows: Tensor) -> Tensor:
     """uint8 [n, bytes of a row] of rows in the last dimension: torch cannot index every dtype."""
+    flat = _flat_bytes(rows)
     num_bytes = rows.shape[-1] * rows.element_size()
-    flat = rows.reshape(-1).contiguous().view(torch.uint8)
     return flat.view(len(flat) // num_bytes, num_bytes)
 
 
@@ -19,10 +26,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Equal in shape, dtype and every bit; on whichever device they are."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if one.numel() == 0:
-        return True
-    as_bytes = (part.contiguous().view(torch.uint8) for part in (one, other))
-    return bool(torch.equal(*as_bytes))
+    return bool(torch.equal(_flat_bytes(one), _flat_bytes(other)))
 
 
 def integers(

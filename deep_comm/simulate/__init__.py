@@ -67,14 +67,22 @@ class SimulatedGroup:
         self.simulation.kill(self._rank)
 
 
-class SimulationResults(list[Any]):
-    """The ranks' results, with what the scheduler counted."""
+LARGEST_SEED = 2**64 - 1
 
-    def __init__(self, results: list[Any], seed: int, num_steps: int, time_ns: int) -> None:
+
+class SimulationResults(list[Any]):
+    """The ranks' results, with what the scheduler counted.
+
+    ``visited_sites``: of a run with ``weaken``, the places in the kernels that order something and
+    that a thread came to, "file:line:op".
+    """
+
+    def __init__(self, results: list[Any], seed: int, simulation: Simulation) -> None:
         super().__init__(results)
         self.seed = seed
-        self.num_steps = num_steps
-        self.time_ns = time_ns
+        self.num_steps = simulation.num_steps
+        self.time_ns = simulation.time_ns
+        self.visited_sites = simulation.visited_sites()
 
 
 def run(
@@ -111,14 +119,15 @@ def run(
         find_races: an access to shared memory that nothing orders is an error. A ValueError unless
             the build has DEEP_COMM_FIND_RACES=ON.
         weaken: a place in the kernels whose order is left out, "file:line:op:relaxed", or reaches
-            less far, "file:line:op:narrow". See tools/mutate.
+            less far, "file:line:op:narrow". See tools/mutate. A place that no thread comes to
+            changes nothing: look at the results' ``visited_sites``.
         timeout_s: real time after which ranks still running are given up.
         return_errors: put exceptions into the list instead of raising the root cause.
     """
     check_num_ranks(num_ranks)
     simulation = Simulation(
         num_ranks=num_ranks,
-        seed=integers.require("seed", seed, 0, 2**64 - 1),
+        seed=integers.require("seed", seed, 0, LARGEST_SEED),
         policy=policy,
         weak_memory=weak_memory,
         delay_bulk=delay_bulk,
@@ -136,4 +145,4 @@ def run(
         timeout_s=timeout_s,
         return_errors=return_errors,
     )
-    return SimulationResults(results, seed, simulation.num_steps, simulation.time_ns)
+    return SimulationResults(results, seed, simulation)

@@ -6,6 +6,7 @@ The exit code is the verdict: 0 if every run gave the reference's results, bit f
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 import time
@@ -16,7 +17,7 @@ from deep_comm.errors import DeepCommError
 from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
 from deep_comm.settings import command_line
 from deep_comm.settings.command_line import at_least
-from deep_comm.simulate import MachineError, Simulation, run
+from deep_comm.simulate import LARGEST_SEED, MachineError, Simulation, run
 from deep_comm.simulate.shape import Workload
 
 
@@ -52,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "deep_comm simulate --stall 1:50:0 --on-stuck clock",
     )
     add = parser.add_argument
-    add("--seed", type=at_least(0), default=0, help="of the first run")
+    add("--seed", type=at_least(0, LARGEST_SEED), default=0, help="of the first run")
     add("--runs", type=at_least(1), default=1, help="how many runs, with ascending seeds")
     add("--ranks", type=at_least(1, MAX_RANKS_PER_NODE), default=defaults.num_ranks,
         help="ranks, all of one node")  # fmt: skip
@@ -84,6 +85,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(arguments)
+    if options.runs > (most := LARGEST_SEED - options.seed + 1):
+        parser.error(f"--runs: must be at most {most} with --seed {options.seed}")
     try:  # the machine knows its faults, policies and places
         Simulation(num_ranks=options.ranks, seed=options.seed, **_machine(options))
     except ValueError as error:
@@ -105,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_slots=options.slots,
     )
     found: list[dict[str, Any]] = []
+    visited: set[str] = set()
     seconds, failure, shows_each = 0.0, "", options.runs <= 20 and not options.json
     progress = command_line.Progress()
     for seed in range(options.seed, options.seed + options.runs):
@@ -118,11 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failure = f"{type(error).__name__}{where}\n{error}"
             break
         seconds += time.perf_counter() - begin
+        visited.update(results.visited_sites)
         found.append({"seed": seed, "steps": results.num_steps, "us": results.time_ns / 1e3})
         if shows_each:
             print(f"seed {seed}: {results.num_steps} steps, {found[-1]['us']:.1f} us simulated")
         else:
             progress.step(f"{len(found)} of {options.runs} runs")
+    place = options.weaken.rpartition(":")[0]
+    if place and not failure and place not in visited:  # nothing was weakened
+        like = ", ".join(difflib.get_close_matches(place, visited, cutoff=0)) or "no place at all"
+        command_line.refuse("simulate", f"--weaken: no run came to {place}; they came to {like}")
     if options.json:
         seed_failed = options.seed + len(found) if failure else None
         print(json.dumps({"runs": found, "failed_seed": seed_failed, "failure": failure}, indent=2))

@@ -129,6 +129,8 @@ def test_the_command_refuses_numbers_that_cannot_be(capsys: pytest.CaptureFixtur
         (["--ranks", "9"], "at most 8"),
         (["--hidden", "12"], "a multiple of 8"),
         (["--seed", "x"], "must be an integer; got 'x'"),
+        (["--seed", str(2**64)], "--seed: must be at most 18446744073709551615"),
+        (["--seed", str(2**64 - 1), "--runs", "2"], "--runs: must be at most 1 with --seed"),
     ],
 )
 def test_the_command_refuses_what_the_machine_does_not_have(
@@ -137,6 +139,22 @@ def test_the_command_refuses_what_the_machine_does_not_have(
     with pytest.raises(SystemExit) as ended:
         command(arguments)
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_last_seed_can_be_run() -> None:
+    assert command([*SMALL, "--seed", str(2**64 - 1)]) == 0
+
+
+def test_a_place_that_no_run_comes_to_cannot_be_weakened(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command([*SMALL, "--weaken", "foo.cuh:1:load:relaxed"])
+    told = capsys.readouterr()
+    assert "--weaken: no run came to foo.cuh:1:load; they came to device/" in told.err
+    assert "PASSED" not in told.out
+    place = told.err.splitlines()[0].rpartition(" ")[2]
+    assert command([*SMALL, "--weaken", f"{place}:relaxed"]) in (0, 1)
 
 
 def test_the_command_writes_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -397,6 +397,16 @@ def test_the_limit_is_the_best_push() -> None:
     assert line("combine", 1.0, limit=None).to_json()["fraction_of_limit"] is None
 
 
+def test_rows_are_bytes_whatever_their_strides() -> None:
+    """torch calls a tensor of one element contiguous, and cannot view it as smaller elements."""
+    one = torch.ones(1, 2).bfloat16()[:, 0]
+    assert one.is_contiguous() and one.stride() == (2,)
+    assert payload.row_bytes(one[:, None]).tolist() == [[0x80, 0x3F]]
+    assert payload.same_bits(one, one.clone()) and not payload.same_bits(one, 2 * one)
+    none = one[:0]
+    assert payload.same_bits(none, none.clone()) and not payload.same_bits(none, none.float())
+
+
 # ---- scenarios -----------------------------------------------------------------------------------
 
 
