@@ -52,6 +52,17 @@ def _run(options: Options) -> str | None:
     return publish(options, figures, num_ranks) if reports else None
 
 
+def _passed(options: Options, error: Exception, elapsed_s: float) -> str:
+    """Of a rank that was ended: which deadlines had passed."""
+    flags = ("--deadline-s", "--size-deadline-s")
+    limits = {flag: vars(options).get(flag[2:].replace("-", "_")) for flag in flags}
+    passed = [f"{flag} {it:g}" for flag, it in limits.items() if it and it <= elapsed_s]
+    # Exceptions of a rank come here as they are: with this code only faulthandler ends a process.
+    is_late = getattr(error, "reason", "") == "exited with 1"
+    told = f", a deadline has passed ({', '.join(passed)}); where it was stands above"
+    return told if passed and is_late else ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(given, shlex.join(["deep_comm", "bench", *given]))
@@ -64,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = _run(options)
     except Exception as error:
         if os.environ.get("RANK", "0") == "0":
-            reason = str(error).splitlines() or [""]
-            print(f"# deep_comm bench FAILED: {type(error).__name__}: {reason[0]}", flush=True)
+            reason = (str(error).splitlines() or [""])[0]
+            reason += _passed(options, error, time.monotonic() - started)
+            print(f"# deep_comm bench FAILED: {type(error).__name__}: {reason}", flush=True)
         raise
     if said is not None:
         print(f"# deep_comm bench OK: {said}, {time.monotonic() - started:.0f} s", flush=True)

@@ -17,6 +17,8 @@ from typing import Any
 from deep_comm.bench import names as words
 from deep_comm.bench import plot
 from deep_comm.bench.names import Effort
+from deep_comm.errors import ArgumentError
+from deep_comm.ranks import rail
 from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
 from deep_comm.settings import command_line, env
 from deep_comm.settings.command_line import above_zero, at_least, file_to_write
@@ -32,16 +34,20 @@ THRESHOLDS = {"default": -1, "measured": 0}
 """Words of --decode-tokens: what a layer takes that is given none; what is measured here."""
 
 MOST_TOPK = 64
+MOST_SMS = 256  # deep_comm._core.max_channels
 positive = at_least(1)
 
 
-def numbers(*sweep: int | None, **special: int | None) -> Callable[[str], tuple[int | None, ...]]:
+def numbers(
+    *sweep: int | None, most: int | None = None, **special: int | None
+) -> Callable[[str], tuple[int | None, ...]]:
     """Integers, "sweep" for all of it, and words that stand for a value."""
+    number = at_least(1, most)
 
     def parse(text: str) -> tuple[int | None, ...]:
         if text == "sweep":
             return sweep
-        return tuple(special[it] if it in special else positive(it) for it in text.split(","))
+        return tuple(special[it] if it in special else number(it) for it in text.split(","))
 
     return parse
 
@@ -100,9 +106,12 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
     ("--routing", (N, B), listed(*words.ROUTINGS), ", ".join(words.ROUTINGS)),
     ("--layout", (L,), listed(*words.LAYOUTS), ", ".join(words.LAYOUTS)),
     ("--execution", _CALLS, listed("eager", "graph"), "eager, graph; without GPUs only eager"),
-    ("--sms", (T,), numbers(None, 8, 16, 32, auto=None), "of a collective; 'auto': the default"),
-    ("--sms", (N, B), numbers(None, *SM_SWEEP, auto=None), "of a call; 'auto': the default"),
-    ("--send", (N, B), numbers(4, 8, 16), "rows that a ring publishes together"),
+    ("--sms", (T,), numbers(None, 8, 16, 32, most=MOST_SMS, auto=None), "of a collective; 'auto': "
+     "the default"),
+    ("--sms", (N, B), numbers(None, *SM_SWEEP, most=MOST_SMS, auto=None), "of a call; 'auto': the "
+     "default"),
+    ("--send", (N, B), numbers(4, 8, 16), "rows that a ring publishes together; all its slots, if "
+     "it has fewer"),
     ("--slots", (N, B), numbers(64, 128, 256), "slots of a ring"),
     ("--ranks-per-node", _CALLS, positive, "makes logical nodes; normal: also one tier"),
     ("--rail", _CALLS, ("nvshmem", "software", "simulated"), "what joins the nodes"),
@@ -226,6 +235,11 @@ def parse(arguments: Sequence[str], command: str = "", name: str = "bench") -> O
         if others or "plot" not in given:
             parser.error(f"--from: goes with --plot alone; got {others or 'no --plot'}")
         return Options(family=family, on_gpu=False, **given)
+    try:  # what the ranks would refuse
+        for variable in env.REGISTRY:
+            variable.get()
+    except ArgumentError as error:
+        parser.error(str(error))
     named = given.get("device")
     candidates = {
         device: _filled(family, device, given, defaults, command)
@@ -272,6 +286,8 @@ def _problem(options: Options) -> str:
     """What no machine can do; "" if there is nothing."""
     if options.ranks is not None and (problem := ranks_problem(options, options.ranks)):
         return problem
+    if options.store and (problem := store_problem(options.on_gpu)):
+        return f"--store: {problem}"
     if options.family == T:
         if options.trace and not options.on_gpu:
             return "--trace: only GPUs compute and communicate at the same time"
@@ -283,6 +299,11 @@ def _problem(options: Options) -> str:
         return "--execution: the host target has no graphs"
     if options.max_tokens is not None and options.max_tokens < most:
         return f"--max-tokens: must be at least {most}, which --tokens has"
+    rails = rail.OF_DEVICE[options.device]
+    if options.rail is not None and options.rail not in rails:
+        return f"--rail: must be {' or '.join(rails)} with --device {options.device}"
+    if options.send is not None and max(options.send) > max(options.slots):
+        return f"--send: must be at most {max(options.slots)}, the most that --slots has"
     most = min(options.experts, MOST_TOPK)
     if options.topk > most:
         return f"--topk: must be at most {most} with {options.experts} experts"
@@ -297,15 +318,29 @@ def _problem(options: Options) -> str:
 
 def ranks_problem(options: Options, num_ranks: int) -> str:
     """Why this machine cannot start that many ranks, whatever GPUs it has; "" if it can."""
-    per_node = options.ranks_per_node or env.RANKS_PER_NODE.get()
-    if per_node is None and num_ranks > MAX_RANKS_PER_NODE:
-        return f"--ranks: a node has at most {MAX_RANKS_PER_NODE}; give --ranks-per-node"
-    if per_node is not None and per_node > MAX_RANKS_PER_NODE:
-        return f"--ranks-per-node: must be at most {MAX_RANKS_PER_NODE}"
-    if options.family == B and per_node is None:
-        return NO_NODES
-    if options.ranks_per_node is not None:
-        return nodes_problem(num_ranks, options.ranks_per_node)
+    per_node, named = options.ranks_per_node, "--ranks-per-node"
+    if per_node is None:
+        named = env.RANKS_PER_NODE.name
+        # More than there are: one node.
+        per_node = min(env.RANKS_PER_NODE.get() or num_ranks, num_ranks)
+        if per_node == num_ranks > MAX_RANKS_PER_NODE:
+            return f"--ranks: a node has at most {MAX_RANKS_PER_NODE}; give --ranks-per-node"
+        if per_node == num_ranks:
+            return NO_NODES if options.family == B else NO_RAIL if options.rail else ""
+    if per_node > MAX_RANKS_PER_NODE:
+        return f"{named}: must be at most {MAX_RANKS_PER_NODE}"
+    return nodes_problem(num_ranks, per_node, named)
+
+
+def store_problem(on_gpu: bool) -> str:
+    """Why what is measured could not be stored, or would be read by nobody; "" if it is."""
+    name, path = env.TUNE_FILE.name, env.TUNE_FILE.get()
+    if path is None:
+        return "" if on_gpu else f"the host target reads only a file that {name} names: set it"
+    try:
+        file_to_write(path)
+    except argparse.ArgumentTypeError as error:
+        return f"{name}: {error}"
     return ""
 
 
@@ -322,10 +357,11 @@ def check_ranks(options: Options, num_ranks: int) -> None:
 
 
 NO_NODES = "--mode nodes: all ranks are on one host; give --ranks-per-node"
+NO_RAIL = "--rail: all ranks are one node; give --ranks-per-node"
 
 
-def nodes_problem(num_ranks: int, per_node: int) -> str:
+def nodes_problem(num_ranks: int, per_node: int, named: str = "--ranks-per-node") -> str:
     """Why the ranks cannot be nodes of so many; "" if they can."""
     if per_node < num_ranks and num_ranks % per_node == 0:
         return ""
-    return f"--ranks-per-node: {num_ranks} ranks are no nodes of {per_node}"
+    return f"{named}: {num_ranks} ranks are no nodes of {per_node}"

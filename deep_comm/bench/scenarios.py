@@ -10,7 +10,7 @@ from typing import Any
 from deep_comm import Buffer, Config
 from deep_comm.bench.expected import ALIGNMENT
 from deep_comm.bench.names import LOW_LATENCY_NAMES, PHASES, TWO_TIER
-from deep_comm.bench.options import NO_NODES, Options, nodes_problem
+from deep_comm.bench.options import NO_NODES, NO_RAIL, Options, nodes_problem
 from deep_comm.bench.workload import Workload
 from deep_comm.config import recommended_dispatch_config
 
@@ -53,6 +53,8 @@ def scenarios_of(options: Options, num_ranks: int, found: int | None = None) -> 
     per_node = options.ranks_per_node or found
     if per_node is not None and (problem := nodes_problem(num_ranks, per_node)):
         raise SystemExit(problem)
+    if per_node is None and options.rail is not None:
+        raise SystemExit(NO_RAIL)
     if options.family == "low-latency":
         return _low_latency(options, num_ranks, per_node)
     if options.family == "nodes" and per_node is None:

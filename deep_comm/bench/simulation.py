@@ -20,7 +20,8 @@ def run(num_runs: int) -> dict[str, Any]:
     expected = [Expected(workload, rank, host, 1) for rank in range(workload.num_ranks)]
 
     def rank_main(group: simulate.SimulatedGroup) -> bool:
-        with Buffer(group, 1 << 20, device="cpu") as buffer:
+        num_ranks = workload.num_ranks  # one node, whatever the environment says of the others
+        with Buffer(group, 1 << 20, device="cpu", ranks_per_node=num_ranks) as buffer:
             return all(NormalCalls(buffer, expected[group.rank()], None).first_calls_are_right())
 
     num_steps, elapsed_s = 0, 0.0

@@ -10,7 +10,7 @@ from deep_comm.settings import env
 
 SIMULATED, SOFTWARE, NVSHMEM = "simulated", "software", "nvshmem"
 RAILS = (SIMULATED, SOFTWARE, NVSHMEM)
-_OF_DEVICE = {"cpu": (SIMULATED,), "cuda": (SOFTWARE, NVSHMEM)}
+OF_DEVICE = {"cpu": (SIMULATED,), "cuda": (SOFTWARE, NVSHMEM)}
 
 
 def requested(argument: str | None) -> str | None:
@@ -31,7 +31,7 @@ def choose(
     """
     if topology.num_nodes == 1:
         return None
-    possible = _OF_DEVICE[device_type]
+    possible = OF_DEVICE[device_type]
     spans_hosts = len(set(hosts)) > 1
     name = wanted if wanted is not None else NVSHMEM if spans_hosts else possible[0]
     if name not in possible and (wanted is not None or not spans_hosts):

@@ -7,6 +7,7 @@ place: ``env.TIMEOUT_S.get()``. Variables are read when asked, never at import.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -45,6 +46,15 @@ def _parse_level(text: str) -> str:
     if text.lower() not in ("warning", "info", "debug"):
         raise ValueError(text)
     return text.lower()
+
+
+def _matching(rule: str, pattern: str) -> Kind:
+    def parse(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(text)
+        return text
+
+    return Kind(rule, parse)
 
 
 def _at_least(smallest: int) -> Kind:
@@ -130,7 +140,7 @@ REGION_TOKENS: Variable[int] = Variable(
 )
 DEVICE: Variable[str | None] = Variable(
     "DEEP_COMM_DEVICE",
-    Kind("a torch device such as 'cpu', 'cuda' or 'cuda:0'", str),
+    _matching("a torch device such as 'cpu', 'cuda' or 'cuda:0'", r"(cpu|cuda)(:\d+)?"),
     None,
     "Device of Buffers that are built without device=.",
     "Unset: CUDA when available, else the host target.",
@@ -152,7 +162,9 @@ HOST_NAME: Variable[str | None] = Variable(
 )
 RAIL: Variable[str | None] = Variable(
     "DEEP_COMM_RAIL",
-    Kind("nvshmem, software (CUDA devices) or simulated (host target)", str),
+    _matching(
+        "nvshmem, software (CUDA devices) or simulated (host target)", "nvshmem|software|simulated"
+    ),
     None,
     "What joins the nodes of a group.",
     "Buffer(rail=) overrides it. Unset: nvshmem between hosts, software between the logical nodes"

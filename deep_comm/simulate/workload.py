@@ -71,9 +71,12 @@ def rank_main(case: Case) -> Callable[[RankGroup], None]:
         workload, rank = case.workload, group.rank()
         config = Config(workload.num_sms, min(4, workload.num_slots), 2 * workload.num_slots)
         hidden_bytes = workload.hidden * 2
-        num_nvl_bytes = config.ring_bytes(hidden_bytes, workload.num_ranks)
+        num_nvl_bytes = config.ring_bytes(hidden_bytes, workload.num_ranks, workload.num_ranks)
         num_max_experts = max(workload.num_experts, 1)
-        with Buffer(group, num_nvl_bytes, device="cpu", num_max_experts=num_max_experts) as buffer:
+        with Buffer(
+            group, num_nvl_bytes, device="cpu", num_max_experts=num_max_experts,
+            ranks_per_node=workload.num_ranks,  # whatever the environment says
+        ) as buffer:  # fmt: skip
             idx = case.topk_idxs[rank]
             per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
                 idx, workload.num_experts

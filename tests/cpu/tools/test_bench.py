@@ -9,6 +9,8 @@ import torch
 import warm
 
 import deep_comm
+from deep_comm import _core, processes
+from deep_comm.bench import __main__ as bench
 from deep_comm.bench import measure, names, nodes, operations, options
 from deep_comm.bench.report import Report
 from deep_comm.bench.runner import Runner
@@ -238,7 +240,12 @@ def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--dtype", "fp8", "--hidden", "8"], ["--mode", "low-latency", "--hidden", "64"],
         ["--timeout-s", "0"], ["--deadline-s", "soon"], ["--warmup", "-1"],
         ["--json", "/no/such/folder/x.json"], ["--json", "/tmp"],
-        ["--mode", "tp", "--trace", "x"],
+        ["--mode", "tp", "--trace", "x"], ["--sms", "257"], ["--mode", "tp", "--sms", "257"],
+        ["--send", "300", "--slots", "4"], ["--send", "257"],
+        ["--ranks", "2", "--rail", "simulated"],
+        ["--mode", "low-latency", "--ranks", "2", "--rail", "simulated"],
+        ["--ranks-per-node", "1", "--rail", "nvshmem"],
+        ["--ranks-per-node", "1", "--rail", "software"],
         ["--mode", "tp", "--trace", "x", "--device", "cuda", "--ops", "all-gather"],
     ],
 )  # fmt: skip
@@ -299,6 +306,7 @@ def test_a_mode_that_does_not_exist_is_told_all_there_are(
         (["--device", "cpu", "--ranks-per-node", "9"], 18, "--ranks-per-node: must be at most 8"),
         (["--device", "cpu", "--ranks-per-node", "3"], 4, "4 ranks are no nodes of 3"),
         (["--device", "cpu", "--mode", "nodes"], 4, "give --ranks-per-node"),
+        (["--device", "cpu", "--rail", "simulated"], 4, "--rail: all ranks are one node"),
     ],
 )
 def test_ranks_that_cannot_be_started_are_refused(
@@ -311,7 +319,51 @@ def test_ranks_that_cannot_be_started_are_refused(
         options.check_ranks(chosen, num_ranks)
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith("deep_comm bench: error: ") and said in told[0] and len(told) == 2
-    options.check_ranks(options.parse(["--device", "cpu", "--ranks-per-node", "2"]), 4)
+    good = ["--device", "cpu", "--ranks-per-node", "2", "--rail", "simulated", "--sms", "256"]
+    options.check_ranks(options.parse([*good, "--send", "8,64", "--slots", "16,64"]), 4)
+
+
+def test_variables_are_refused_as_options_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(value: str, *arguments: str) -> str:
+        monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", value)
+        with pytest.raises(SystemExit, match="2"):
+            options.parse(["--device", "cpu", "--ranks", "4", *arguments])
+        return capsys.readouterr().err
+
+    assert "DEEP_COMM_RANKS_PER_NODE: 4 ranks are no nodes of 3" in refused("3")
+    assert "DEEP_COMM_RANKS_PER_NODE must be a number of at least 1; got 'x'" in refused("x")
+    assert "--mode nodes: all ranks are on one host" in refused("5", "--mode", "nodes")
+    assert "--rail: all ranks are one node" in refused("5", "--rail", "simulated")
+    options.parse(["--device", "cpu", "--ranks", "4"])  # one node of four
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "2")
+    options.parse(["--device", "cpu", "--ranks", "4", "--mode", "nodes", "--rail", "simulated"])
+
+
+def test_the_limits_of_the_options_are_those_of_the_kernels() -> None:
+    assert _core.max_channels == options.MOST_SMS
+
+
+@pytest.mark.parametrize(("reason", "elapsed_s"), [("exited with 1", 0.2), ("exited with 1", 0.05),
+                                                   ("was killed by signal 9", 0.2)])  # fmt: skip
+def test_a_deadline_that_has_passed_is_said(
+    reason: str, elapsed_s: float, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(_options: options.Options) -> None:
+        now[0] += elapsed_s
+        raise processes.RankFailed(0, reason)
+
+    now = [5.0]
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(bench, "_run", fail)
+    with pytest.raises(processes.RankFailed):
+        bench.main(["--device", "cpu", "--deadline-s", "0.1"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"# deep_comm bench FAILED: RankFailed: rank 0 {reason}")
+    is_late = (reason, elapsed_s) == ("exited with 1", 0.2)
+    assert ("a deadline has passed (--deadline-s 0.1)" in said) == is_late
 
 
 def test_ranks_that_are_no_nodes_are_refused() -> None:

@@ -166,3 +166,4 @@ def test_a_size_that_takes_too_long_ends_the_run(tmp_path: Path) -> None:
     done = run_bench(tmp_path, "--size-deadline-s", "1", "--rounds", "100000")
     assert done.returncode != 0
     assert "Timeout (0:00:01)" in done.stderr and "_fixed" in done.stderr
+    assert "a deadline has passed (--size-deadline-s 1)" in done.stdout.splitlines()[-1]
