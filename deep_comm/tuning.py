@@ -274,7 +274,8 @@ def _update(path: Path, key: str, update: Callable[[dict[str, Any]], None]) -> N
     except (OSError, ValueError, KeyError, TypeError):
         pass
     update(document["machines"].setdefault(key, {}))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if env.TUNE_FILE.get() is None:  # a folder that somebody names may be a typing error
+        path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.{os.getpid()}")
     written.write_text(json.dumps(document, indent=2) + "\n")
     written.replace(path)  # ranks may be reading

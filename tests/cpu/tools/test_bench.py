@@ -131,7 +131,7 @@ def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(
 def test_tune_writes_its_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: list[str]
 ) -> None:
-    stored = tmp_path / "cache" / "tune.json"  # which is not there yet
+    stored = tmp_path / "stored.json"  # which is not there yet
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(stored))
     command = [*start, "--device", "cpu", "--mode", "direct", "--sms", "auto,2,4"]
     output = run([*command, *SMALL, *SHORT], tmp_path)
@@ -149,18 +149,66 @@ def test_tune_writes_its_choices(
     assert deep_comm.tuning.read(torch.device("cpu"), 2) == machines["host target x 2"]["entries"]
 
 
-def test_tune_sweeps_what_is_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [part[7:9] for part in tune.sweeps(["--device", "cuda"])] == [
-        ["--mode", "direct"], ["--mode", "ring"],
-    ]  # fmt: skip
-    (one,) = tune.sweeps(["--device", "cpu", "--sms", "4"])
-    assert one[-2:] == ["--sms", "4"]
-    for refused, words in ((["--mode", "layer"], "--mode: must be direct"),
-                           (["--hidden", "7"], "--hidden: must be a multiple of 8"),
-                           (["--json", "x"], "--json: of deep_comm bench alone")):  # fmt: skip
-        with pytest.raises(SystemExit, match="2"):
-            tune.sweeps(["--device", "cpu", *refused])
-        assert f"deep_comm tune: error: {words}" in capsys.readouterr().err
+def test_tune_sweeps_what_is_not_chosen() -> None:
+    def swept(*given: str) -> list[tuple[object, ...]]:
+        runs = map(options.parse, tune.sweeps(given, stores=False))
+        return [(run.mode, run.sms, run.send, run.slots) for run in runs]
+
+    direct = (("direct",), (None, *options.SM_SWEEP), (6,), (256,))
+    ring = (("ring",), (None, 8, 16, 24), (4, 8, 16), (64, 128, 256))
+    assert swept("--device", "cuda") == [direct, ring]
+    assert swept("--device", "cuda", "--mode", "direct") == [direct]
+    assert swept("--device", "cuda", "--mode=ring", "--send", "8") == [(*ring[:2], (8,), ring[3])]
+    assert [run[1] for run in swept("--device", "cuda", "--sms", "4")] == [(4,), (4,)]
+    on_host = (None, 2, 4, 8), (6,), (16, 64)
+    assert swept("--device", "cpu", "--mode", "ring") == [(("ring",), *on_host)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mode", "layer"], "--mode: must be direct"),
+        (["--hidden", "7"], "--hidden: must be a multiple of 8"),
+        (["--json", "x"], "--json: of deep_comm bench alone"),
+        (["--sms", "auto", "--ops", "combine"], "--sms: must name numbers to choose from"),
+        (["--ops", "layout"], "chooses for eager calls of dispatch,dispatch cached,combine"),
+        (["--execution", "graph", "--device", "cuda"], "chooses for eager calls of"),
+        ([], "the host target reads only a file that DEEP_COMM_TUNE_FILE names: set it, or give"),
+    ],
+)
+def test_tune_refuses_what_leaves_nothing_to_choose_or_to_store(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is measured, so that what was stored earlier stays."""
+    stored = ["--no-store"] if arguments else []
+    with pytest.raises(SystemExit, match="2"):
+        tune.parse([*stored, "--device", "cpu", *arguments])
+    assert f"deep_comm tune: error: {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["tune"], ["bench", "--mode", "layer", "--store"],
+                                     ["bench", "--mode", "tp", "--store"]])  # fmt: skip
+def test_what_nobody_would_read_is_not_measured(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def problem(*device: str) -> str:
+        parse = tune.parse if command[0] == "tune" else options.parse
+        try:
+            parse([*command[1:], "--device", *device])
+        except SystemExit:
+            return capsys.readouterr().err.splitlines()[0]
+        return ""
+
+    name = "DEEP_COMM_TUNE_FILE"
+    monkeypatch.delenv(name, raising=False)
+    assert f"the host target reads only a file that {name} names: set it" in problem("cpu")
+    assert problem("cuda") == ""  # in the cache folder
+    monkeypatch.setenv(name, str(tmp_path / "typo" / "tune.json"))
+    for device in ("cpu", "cuda"):
+        assert f"{name}: {tmp_path}/typo/tune.json lies in" in problem(device)
+    monkeypatch.setenv(name, str(tmp_path / "tune.json"))
+    assert problem("cpu") == problem("cuda") == "" and not list(tmp_path.iterdir())
 
 
 def test_two_tiers_are_measured_beside_one(tmp_path: Path) -> None:

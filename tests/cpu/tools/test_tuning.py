@@ -42,8 +42,8 @@ MEASURED = {
 
 @pytest.fixture
 def tune_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Named by the variable; neither it nor its folder is there yet."""
-    path = tmp_path / "folder" / "tune.json"
+    """Named by the variable; it is not there yet."""
+    path = tmp_path / "tune.json"
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
     return path
 
@@ -135,7 +135,6 @@ def test_files_keep_what_other_machines_measured(tune_file: Path) -> None:
 )  # fmt: skip
 def test_a_named_file_that_cannot_be_read_is_reported(tune_file: Path, text: str | None) -> None:
     if text is not None:
-        tune_file.parent.mkdir()
         tune_file.write_text(text)
     with pytest.raises(ArgumentError, match="DEEP_COMM_TUNE_FILE"):
         tuning.read(CPU, 2)
@@ -148,6 +147,10 @@ def test_the_file_of_the_cache_folder_is_not_for_the_host_target(
     assert tuning.tune_file() == tmp_path / "deep_comm" / "tune.json"
     tuning.store(tuning.tune_file(), "host target x 2", "today", [entry("dispatch", 128, 3)])
     assert tuning.read(CPU, 2) == []
+    # Only that folder is made: in a path that somebody gives, a word may be mistyped.
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(tmp_path / "typo" / "tune.json"))
+    with pytest.raises(FileNotFoundError):
+        tuning.store(tuning.tune_file(), "host target x 2", "today", [entry("dispatch", 128, 3)])
 
 
 def _channels(group: Any, hidden: int = 64, **options: Any) -> int:
