@@ -14,48 +14,48 @@ import dataclasses
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from deep_comm.errors import ArgumentError
+from deep_comm import _core
 from deep_comm.scale import low_latency, tables
 from deep_comm.scale.machine import MACHINES
 from deep_comm.scale.routing import ROUTINGS, Job
+from deep_comm.settings.command_line import Parser, above_zero, at_least, file_to_read
 
 # A table stands between the command that makes it and the next empty line.
 _TABLE = re.compile(r"(<!-- python -m deep_comm\.scale (\w+) -->\n)(?:\|[^\n]*\n)*")
 
 
 def updated(page: str) -> str:
-    """A page with all of its tables made anew."""
+    """A page with all of its tables made anew. Raises ValueError."""
+    for name in {match[2] for match in _TABLE.finditer(page)} - set(tables.TABLES):
+        raise ValueError(f"page: there is no table {name}; there are {', '.join(tables.TABLES)}")
     return _TABLE.sub(lambda match: match[1] + tables.TABLES[match[2]]() + "\n", page)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m deep_comm.scale", description=__doc__.split("\n")[0]
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="python -m deep_comm.scale", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name in tables.TABLES:
         commands.add_parser(name, help="a table of docs/scale.md")
     update = commands.add_parser("update", help="rewrite all tables of a page")
-    update.add_argument("page", type=Path)
+    update.add_argument("page", type=file_to_read)
     job = commands.add_parser("job", help="one job: normal mode, and low latency in three ways")
     add = job.add_argument
-    add("--ranks", type=int, default=64)
-    add("--ranks-per-node", type=int, default=8)
-    add("--tokens", type=int, default=4096, help="tokens per rank")
-    add("--hidden", type=int, default=7168)
-    add("--experts", type=int, help="default: 256, or one per rank")
-    add("--topk", type=int, default=8)
+    add("--ranks", type=at_least(1), default=64)
+    add("--ranks-per-node", type=at_least(1), default=8)
+    add("--tokens", type=at_least(1), default=4096, help="tokens per rank")
+    add("--hidden", type=at_least(16, multiple=16), default=7168)
+    add("--experts", type=at_least(1), help="default: 256, or one per rank")
+    add("--topk", type=at_least(1), default=8)
     add("--dtype", choices=("fp8", "bf16"), default="fp8", help="rows of dispatch; combine is bf16")
     add("--routing", choices=tuple(ROUTINGS), default="limited")
-    add("--seed", type=int, default=0)
-    add("--sms", type=int, default=tables.NUM_SMS)
+    add("--seed", type=at_least(0, 10**13), default=0)
+    add("--sms", type=at_least(1, _core.max_channels), default=tables.NUM_SMS)
     add("--machine", choices=tuple(MACHINES), default="h200")
-    add("--nic", type=float, help="GB/s of a GPU's NIC, instead of the machine's")
-    add("--nvlink", type=float, help="GB/s of a GPU's NVLink, instead of the machine's")
+    add("--nic", type=above_zero, help="GB/s of a GPU's NIC, instead of the machine's")
+    add("--nvlink", type=above_zero, help="GB/s of a GPU's NVLink, instead of the machine's")
     return parser
 
 
@@ -98,15 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if parsed.command == "job":
-        try:
+    try:
+        if parsed.command == "job":
             print(_job(parsed))
-        except ArgumentError as error:
-            parser.error(str(error))
-    elif parsed.command == "update":
-        parsed.page.write_text(updated(parsed.page.read_text()))
-    else:
-        print(tables.TABLES[parsed.command]())
+        elif parsed.command == "update":
+            parsed.page.write_text(updated(parsed.page.read_text()))
+        else:
+            print(tables.TABLES[parsed.command]())
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     return 0
 
 

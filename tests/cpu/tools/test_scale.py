@@ -425,6 +425,21 @@ def test_the_command_says_why_a_job_is_impossible(capsys: pytest.CaptureFixture[
     assert ended.value.code == 2 and "multiple of ranks_per_node" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["--nic 0", "--nic nan", "--nic -1", "--nvlink 0", "--sms 0", "--sms 257", "--experts 0",
+     "--hidden 7", "--hidden 24", "--tokens 0", "--topk 0", "--ranks 0", "--seed -1"],
+)  # fmt: skip
+def test_values_that_no_job_has_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["job", *given.split()])
+    told = capsys.readouterr().err.splitlines()
+    begin = f"python -m deep_comm.scale job: error: argument {given.split()[0]}: must be "
+    assert len(told) == 2 and told[0].startswith(begin)
+    least = ["--tokens", "1", "--hidden", "16", "--sms", "1", "--nic", "0.1", "--nvlink", "0.1"]
+    assert main(["job", "--ranks", "2", "--experts", "2", "--topk", "1", *least]) == 0
+
+
 # ---- the page ------------------------------------------------------------------------------------
 
 
@@ -476,6 +491,18 @@ def test_differences_are_noticed() -> None:
     assert not differences("| 16 | 1403 | +31 % |", "| 16 | 1405 | +31 % |")
     for other in ("| 16 | 1503 | +31 % |", "| 16 | 1403 | -31 % |", "| 16 | 1403 | fitted |"):
         assert differences("| 16 | 1403 | +31 % |", other)
+
+
+def test_pages_that_cannot_be_rewritten_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- python -m deep_comm.scale foo -->\n")
+    for path, words in ((tmp_path, "is not a file"), (page, "there is no table foo")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["update", str(path)])
+        assert words in capsys.readouterr().err
+    assert page.read_text().endswith("foo -->\n")
 
 
 def test_page_that_is_out_of_date_is_noticed() -> None:
