@@ -658,4 +658,4 @@ def read_trace(slots: int, num_calls: int) -> list[tuple[int, int, int, int, int
     """
 
 def trace_wait(value: int) -> tuple[str, str, int]:
-    """Stage, word and peer (-1: none) of a note of ``gave_up``."""
+    """Stage, word and peer (-1: none) of a note of ``gave_up``. Raises ValueError."""

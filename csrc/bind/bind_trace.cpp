@@ -1,6 +1,8 @@
 // The rings of traces, as deep_comm.trace reads them; the layout stays in C++.
 #include <pybind11/stl.h>
 
+#include <iterator>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -60,7 +62,13 @@ void bind_trace(py::module_& m) {
   m.def(
       "trace_wait",
       [](uint32_t value) {
-        return std::tuple(kStageNames[value >> 24], kWordNames[value >> 16 & 0xff],
+        const uint32_t stage = value >> 24, word = value >> 16 & 0xff;
+        // A file may be damaged.
+        if (stage >= std::size(kStageNames) || word >= std::size(kWordNames)) {
+          throw py::value_error("no stage " + std::to_string(stage) + " and word " +
+                                std::to_string(word));
+        }
+        return std::tuple(kStageNames[stage], kWordNames[word],
                           static_cast<int>(value & 0xffff) - 1);
       },
       "value"_a);

@@ -17,6 +17,7 @@ from run_by import run_by
 import deep_comm
 from deep_comm import _core, errors, local, processes, simulate, trace
 from deep_comm.trace import Event, Recording, rings
+from deep_comm.trace.__main__ import main as command
 from deep_comm.trace.summary import step_times
 
 
@@ -195,6 +196,45 @@ def test_files_of_a_program_that_knows_nothing_of_it(tmp_path: Path, monkeypatch
     )  # fmt: skip
     assert done.returncode == 2
     assert "must be a trace that a Buffer left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_folder_is_read_once_and_without_what_was_merged_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [("combine", 1, 0, "begun", 5), ("combine", 1, 0, "entered", 9)]
+    for rank in (0, 1):
+        _recording(rank, "same", events).save(tmp_path / f"b-rank{rank}.json")
+    merged = tmp_path / "merged.json"
+    for _ in range(2):
+        assert command([str(tmp_path), "-o", str(merged)]) == 0
+    one = str(tmp_path / "b-rank1.json")
+    assert command([str(tmp_path), f"{tmp_path}/../{tmp_path.name}", one, one]) == 0
+    assert capsys.readouterr().out.count("2 of 2 ranks") == 3
+    with pytest.raises(errors.ArgumentError, match="merged.json"):
+        trace.load([merged])  # named itself, it is no recording
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"rank": "0"}, {"rank": None}, {"num_ranks": 2.0}, {"buffer": 3}, {"clock": ["a"]},
+     {"events": [["combine", 1, 0, "nosuch", 5, 0]]},
+     {"events": [["combine", 1, 0, "begun", "5", 0]]},
+     {"events": [["combine", 1, 0, "begun", 10**400, 0]]},
+     {"events": [[["combine"], 1, 0, "begun", 5, 0]]}, {"events": [["combine", 1, 0]]},
+     {"events": 7}, {"rank": -1},
+     {"events": [["combine", 1, 0, "gave_up", 5, 1 << 32]]}, {"deep_comm_trace": 2}, {"more": 1}],
+    ids=str,
+)  # fmt: skip
+def test_damaged_files_are_refused_by_name(
+    damage: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = _recording(0, "same", [("combine", 1, 0, "begun", 5)]).save(tmp_path / "b-rank0.json")
+    assert command([str(file)]) == 0
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    with pytest.raises(SystemExit, match="2"):
+        command([str(file)])
+    told = capsys.readouterr().err
+    assert "b-rank0.json" in told and "must be a trace that a Buffer left" in told
 
 
 @pytest.mark.parametrize("fails_with", [torch.OutOfMemoryError, RuntimeError])
