@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import deep_comm
 
@@ -123,7 +124,13 @@ def devices() -> Section:
     """CUDA devices and who can reach whose memory."""
     import torch
 
+    from deep_comm.backends import resolve_device
+
     section = Section("CUDA devices")
+    try:  # that of Buffers without device=
+        resolve_device(None)
+    except deep_comm.errors.DeepCommError as error:
+        section.problems.append(str(error))
     count = num_devices()
     if count == 0:
         section.lines.append("none: the host target is used")
@@ -171,4 +178,29 @@ def environment() -> Section:
             variable.get()
         except ValueError as error:
             section.problems.append(str(error))
+    section.problems += filter(None, (_trace_problem(), _tune_problem()))
     return section
+
+
+def _trace_problem() -> str:
+    """Why a Buffer could not leave its trace; "" if it can."""
+    from deep_comm.settings import env
+
+    folder = env.TRACE_DIR.get()
+    if folder is None:
+        return ""
+    made = Path(folder).absolute()  # with its parents
+    there = next(place for place in (made, *made.parents) if place.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return ""
+    return f"{env.TRACE_DIR.name}: {folder} cannot be written"
+
+
+def _tune_problem() -> str:
+    """Why every Buffer would refuse the named file; "" if there is none, or it is there."""
+    from deep_comm.settings import env
+
+    path = env.TUNE_FILE.get()
+    if path is None or Path(path).is_file():
+        return ""
+    return f"{env.TUNE_FILE.name}: {path} is not a file; deep_comm tune makes it"

@@ -53,7 +53,8 @@ def _try(section: Section, name: str, work: Any, progress: Progress) -> None:
         section.lines.append(f"{name}: OK, {slowest * 1e3:.2f} ms there and back")
     except Exception as error:  # noqa: BLE001 - the report must go on
         section.lines.append(f"{name}: FAILED")
-        section.problems.append(f"{name}: {type(error).__name__}: {error}")
+        reason = (str(error).splitlines() or [""])[0]  # below it, a rank's traceback
+        section.problems.append(f"{name}: {type(error).__name__}: {reason}")
 
 
 def pings() -> Section:

@@ -1,13 +1,17 @@
 """The doctor always prints, and its exit code is its verdict."""
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 import warm
 
+from deep_comm import processes
 from deep_comm.doctor import __main__ as doctor
-from deep_comm.doctor import findings
-from deep_comm.settings import env
+from deep_comm.doctor import findings, ping
+from deep_comm.settings import command_line, env
 
 
 def test_doctor_finds_this_machine_fit(tmp_path) -> None:
@@ -25,6 +29,55 @@ def test_a_variable_with_a_bad_value_is_a_problem(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "soon")
     (problem,) = findings.environment().problems
     assert "DEEP_COMM_TIMEOUT_S" in problem and "soon" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("DEEP_COMM_DEVICE", "bogus", "must be a torch device such as 'cpu'"),
+     ("DEEP_COMM_RAIL", "ib", "must be nvshmem, software"),
+     ("DEEP_COMM_TRACE_DIR", "{file}/traces", "cannot be written"),
+     ("DEEP_COMM_TUNE_FILE", "{file}.json", "is not a file")],
+)  # fmt: skip
+def test_a_bad_variable_is_one_problem_of_one_line(
+    name: str, value: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(name, value.format(file=tmp_path / "file"))
+    assert doctor.main(["--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (problem,) = found["problems"]
+    assert problem.startswith(name) and words in problem and "\n" not in problem
+    by_title = {section["title"]: section for section in found["sections"]}
+    assert by_title["environment variables"]["problems"] == [problem]
+    assert "left out" in by_title["pings"]["lines"][0]
+
+
+def test_folders_and_files_that_can_be_used_are_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tune.json").write_text("{}")
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(tmp_path / "tune.json"))
+    monkeypatch.setenv("DEEP_COMM_TRACE_DIR", str(tmp_path / "new" / "traces"))  # made when needed
+    assert findings.environment().problems == [] and not (tmp_path / "new").exists()
+
+
+def test_a_device_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings.devices().problems == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("DEEP_COMM_DEVICE", "cuda")
+    assert findings.devices().problems == [
+        "device 'cuda' was asked for, but torch sees no CUDA device"
+    ]
+
+
+def test_a_ping_that_fails_is_told_in_one_line() -> None:
+    def fail() -> None:
+        raise processes.RankFailed(0, "raised OSError: no room", "Traceback ...")
+
+    section = findings.Section("pings")
+    ping._try(section, "a way", fail, command_line.Progress(is_on=False))
+    assert section.problems == ["a way: RankFailed: rank 0 raised OSError: no room"]
 
 
 def test_a_variable_that_nobody_reads_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
