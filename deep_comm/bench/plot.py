@@ -10,12 +10,14 @@ import importlib.util
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deep_comm.settings import command_line
+
+T = TypeVar("T")
 
 MISSING = 'needs matplotlib, which is not installed; run: pip install "deep_comm[plot]"'
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -86,13 +88,17 @@ def picture_file(text: str) -> Path:
 
 
 def read(text: str) -> Picture:
-    """A file that the bench has written, now or long ago."""
+    return from_file(text, picture_of)
+
+
+def from_file(text: str, make: Callable[[dict[str, Any]], T]) -> T:
+    """What is made of a file that the bench has written, now or long ago."""
     path = command_line.file_to_read(text)
     try:
-        return picture_of(json.loads(path.read_text()))
+        return make(json.loads(path.read_text()))
     except KeyError as error:
         why = f"{error} is missing"
-    except (AttributeError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, OSError, TypeError, ValueError) as error:
         why = str(error)
     raise argparse.ArgumentTypeError(f"{text} is not what `deep_comm bench --json` writes: {why}")
 

@@ -7,11 +7,12 @@ the microseconds of eager calls and, in brackets, of calls in a CUDA graph.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
+
+from deep_comm.bench import plot
+from deep_comm.settings import command_line
 
 SWEEPS = {"tokens": "num_tokens", "routing": "routing", "sms": "sms", "dtype": "dtype"}
 VALUES: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -100,22 +101,25 @@ def heading(document: dict[str, Any]) -> str:
     return found if limit is None else f"{found}; link limit {limit['gb_per_s']:.0f} GB/s"
 
 
+def page(document: dict[str, Any], value: str) -> str:
+    lines = document.get("normal") or document.get("low_latency")
+    if not lines:
+        raise ValueError("no lines of normal or low-latency mode")
+    return f"{heading(document)}\n\n{table(lines, swept(lines), value)}\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="python -m deep_comm.bench.tables", description=(__doc__ or "").split("\n\n")[1]
     )
-    parser.add_argument("file", type=Path, nargs="+")
+    parser.add_argument("file", nargs="+")
     parser.add_argument("--value", choices=VALUES, default="us")
     parsed = parser.parse_args(arguments)
     for file in parsed.file:
         try:
-            document = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"{file}: {error}")
-        lines = document.get("normal") or document.get("low_latency")
-        if not lines:
-            parser.error(f"{file}: no lines of normal or low-latency mode")
-        print(f"{heading(document)}\n\n{table(lines, swept(lines), parsed.value)}\n")
+            print(plot.from_file(file, lambda document: page(document, parsed.value)))
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
     return 0
 
 

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     as_json = parser.parse_args(arguments).json
-    sections = []
+    sections: list[Section] = []
     progress = command_line.Progress()
     for examine in (machine, packages, modules, devices, environment, pings):
         progress.step(examine.__name__)

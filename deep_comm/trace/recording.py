@@ -89,7 +89,7 @@ def _read(path: Path, *, is_named: bool) -> Recording | None:
 
 
 def _require_kind(name: str, value: Any, kind: type) -> None:
-    if type(value) is not kind or (kind is int and not 0 <= value < 1 << 64):
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 64):
         raise TypeError(f"{name} is {value!r}")
 
 

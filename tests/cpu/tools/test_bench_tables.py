@@ -18,14 +18,13 @@ def line(name: str = "combine", **changes: Any) -> dict[str, Any]:
     return made | changes
 
 
+HEADING = {"machine": {"gpu": "GPU"}, "num_ranks": 4, "date": "2026-01-02T03", "command": "it"}
 RIVAL = dict(sms="", mode="", is_rival=True, mean_us=150.2, host_us=None)
 
 
 def write(folder: Path, lines: list[dict[str, Any]], name: str = "normal") -> str:
     file = folder / f"{name}.json"
-    machine, limit = {"gpu": "GPU"}, {"gb_per_s": 349.6}
-    document = {"machine": machine, "num_ranks": 4, "date": "2026-01-02T03", "command": "it"}
-    file.write_text(json.dumps(document | {"limit": limit, name: lines}))
+    file.write_text(json.dumps(HEADING | {"limit": {"gb_per_s": 349.6}, name: lines}))
     return str(file)
 
 
@@ -73,4 +72,25 @@ def test_a_file_without_lines_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert "no lines" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         tables.main([str(tmp_path / "absent.json")])
-    assert "No such file" in capsys.readouterr().err
+    assert "absent.json is not a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "document",
+    [[], 7, {"normal": 7}, {"normal": [7]}, {"normal": [{"is_rival": False}]},
+     {"normal": [line()]}, {"normal": [line(dtype="fp3")], **HEADING},
+     {"normal": [line(mean_us="fast")], **HEADING},
+     {"normal": [line(num_tokens=None)], **HEADING}],
+)  # fmt: skip
+def test_what_the_bench_has_not_written_is_refused(
+    document: Any, tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(SystemExit, match="2"):
+        tables.main([str(file)])
+    told = capsys.readouterr().err.splitlines()
+    assert f"{file} is not what `deep_comm bench --json` writes: " in told[0] and len(told) == 2
+    file.write_text("no JSON")
+    with pytest.raises(SystemExit, match="2"):
+        tables.main([str(file)])
