@@ -43,6 +43,11 @@ def in_order(files: dict[str, list[pytest.Item]]) -> Iterator[list[pytest.Item]]
             yield files[name]
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):  # a whole file
+        write(left_out=report.nodeid, why=report.longrepr[2].removeprefix("Skipped: "))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     write(collected=[(item.path.name, item.nodeid) for item in session.items])
 

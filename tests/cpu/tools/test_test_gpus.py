@@ -77,6 +77,26 @@ def test_a_file_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
     assert done.returncode == 1 and "FAILED" in done.stdout
 
 
+def test_files_that_are_skipped_whole_are_no_failure(tmp_path: Path) -> None:
+    whole = "import pytest\npytest.importorskip('no_such_module')\ndef test_a(): pass\n"
+    done, _ = run(tmp_path, {"test_whole.py": whole, "test_other.py": whole})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 skipped in" in done.stdout and ": OK" in done.stdout
+    assert "skipped: 1 of test_whole.py: could not import 'no_such_module'" in done.stdout
+
+
+def test_a_folder_without_tests_is_a_failure(tmp_path: Path) -> None:
+    done, _ = run(tmp_path, {"test_none.py": ""})
+    assert done.returncode == 1 and "FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("option", [["--lanes", "0"], ["--limit", "0"], ["--limit", "nan"]])
+def test_no_lane_and_no_time_are_refused(option: list[str], tmp_path: Path) -> None:
+    done, _ = run(tmp_path, {"test_good.py": WELL}, *option)
+    assert done.returncode == 2 and f"argument {option[0]}: must be " in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_time_for_no_test_is_a_failure(tmp_path: Path) -> None:
     done, _ = run(tmp_path, {"test_good.py": WELL}, "--limit", "0.01")
     assert done.returncode == 1 and "no lane has come to a list of its tests" in done.stdout
