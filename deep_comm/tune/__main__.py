@@ -34,7 +34,7 @@ def sweeps(passed_on: Sequence[str], *, stores: bool) -> list[list[str]]:
         if vars(chosen).get(name) is not None:
             command_line.refuse("tune", f"--{name}: of deep_comm bench alone; give --out")
     if stores and (problem := options.store_problem(chosen.on_gpu)):
-        command_line.refuse("tune", f"{problem}, or give --no-store")
+        command_line.refuse("tune", f"{problem}; or give --no-store")
     made = []
     for part in GPU_SWEEPS if chosen.on_gpu else HOST_SWEEPS:
         modes = ",".join(mode for mode in part[1].split(",") if mode in chosen.mode)
@@ -45,7 +45,7 @@ def sweeps(passed_on: Sequence[str], *, stores: bool) -> list[list[str]]:
         if run.sms == (None,):
             command_line.refuse("tune", "--sms: must name numbers to choose from")
         if not set(OPERATIONS.split(",")) & set(run.ops) or "eager" not in run.execution:
-            command_line.refuse("tune", f"chooses for eager calls of {OPERATIONS}; name one")
+            command_line.refuse("tune", f"--ops: must name eager calls of {OPERATIONS}")
     return made
 
 
