@@ -79,7 +79,7 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
     if (is_paced_) throw std::runtime_error("software NIC: a speed needs cuStreamBatchMemOp");
   }
   slots_.reset(allocate_on_host(sizeof(RailDescriptor) * kDepth));
-  host_words_.reset(allocate_on_host(3 * kWordBytes));
+  host_words_.reset(allocate_on_host(4 * kWordBytes));
   void* counts = nullptr;
   check(cudaMalloc(&counts, 2 * kWordBytes), "cudaMalloc");
   device_words_.reset(counts);
@@ -93,6 +93,7 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
             .num_done = static_cast<uint32_t*>(counts) + kWordBytes / sizeof(uint32_t),
             .num_taken = num_taken_,
             .timeout_ns = timeout_ns,
+            .has_given_up = reinterpret_cast<uint32_t*>(clock_ + kWordBytes / sizeof(uint64_t)),
             .launch = 0,
             .depth = kDepth};
   int least = 0, greatest = 0;
@@ -268,7 +269,7 @@ void SoftwareNic::see_through(void* stream, uint64_t launch) {
   auto queried = begun;
   InterruptWatch interrupts;
   while (true) {
-    if (has_failed_) throw std::runtime_error(failure_);
+    check_sound();
     tick(now_ns());
     // Ranks that are threads share a driver: one's lock may keep another's NIC from its calls.
     if (is_alone_ && num_done_.load(std::memory_order_acquire) >= launch) return;
@@ -298,11 +299,23 @@ void SoftwareNic::write_value(void* stream, void* word, uint64_t value) const {
   }
 }
 
+bool SoftwareNic::is_sound() const {
+  return !has_failed_ && __atomic_load_n(queue_.has_given_up, __ATOMIC_ACQUIRE) == 0;
+}
+
+void SoftwareNic::check_sound() const {
+  if (is_sound()) return;
+  if (has_failed_) throw std::runtime_error(failure_);
+  throw std::runtime_error(
+      "software NIC: its thread has not run for the whole timeout, and kernels have dropped what "
+      "they sent; the Buffer cannot be used, nor reset");
+}
+
 bool SoftwareNic::has_issued(uint64_t num_posted) const {
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::nanoseconds(queue_.timeout_ns);
   while (num_issued_.load(std::memory_order_acquire) != num_posted) {
-    if (has_failed_ || std::chrono::steady_clock::now() > deadline) return false;
+    if (!is_sound() || std::chrono::steady_clock::now() > deadline) return false;
     std::this_thread::sleep_for(kSleep);
   }
   return true;
@@ -312,10 +325,9 @@ void SoftwareNic::quiet() {
   uint64_t num_posted = 0;
   check(cudaMemcpy(&num_posted, queue_.num_posted, sizeof(num_posted), cudaMemcpyDeviceToHost),
         "cudaMemcpy");
-  if (!has_issued(num_posted)) {
-    if (has_failed_) throw std::runtime_error(failure_);
-    throw std::runtime_error("software NIC: descriptors were given up; the Buffer cannot be reset");
-  }
+  const bool is_idle = has_issued(num_posted);
+  check_sound();
+  if (!is_idle) throw std::runtime_error("software NIC: it has not caught up within the timeout");
   for (const Stream& stream : streams_) {
     check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream.get())), "cudaStreamSynchronize");
   }

@@ -52,9 +52,12 @@ class SoftwareNic {
   // Signals and waits are issued by flush, those of one stream together.
   void issue(const NicOp& op, int queue_idx);
   size_t stream_idx_of(int queue_idx) const;
-  // Waits until so many descriptors are on their streams; false: not within timeout_ns, or a copy
-  // has failed.
+  // Waits until so many descriptors are on their streams; false: not within timeout_ns, or this NIC
+  // is not sound.
   bool has_issued(uint64_t num_posted) const;
+  bool is_sound() const;
+  // Throws if a copy has failed, or kernels have dropped requests. Nothing mends either.
+  void check_sound() const;
   void flush();
   // What waits for times up to `now` goes on.
   void tick(uint64_t now);

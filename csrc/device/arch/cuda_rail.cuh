@@ -13,8 +13,12 @@ DC_DEVICE void post_rail(const RailQueue& queue, const RailRequest& request) {
   const uint64_t ticket = atomic_add_relaxed_gpu(queue.num_posted, 1);
   const uint64_t deadline_ns = globaltimer_ns() + queue.timeout_ns;
   while (ticket >= queue.depth && ld_acquire_sys(queue.num_taken) + queue.depth <= ticket) {
-    // The NIC has stopped taking requests. This one is dropped, and the peers' waits time out.
-    if (globaltimer_ns() >= deadline_ns) return;
+    // The NIC has stopped taking requests. This one is dropped, and so is at once what else finds no
+    // slot: kernels that post many end soon. The peers' waits time out, and this rank's host raises.
+    if (globaltimer_ns() >= deadline_ns || ld_relaxed_sys(queue.has_given_up) != 0u) {
+      st_relaxed_sys(queue.has_given_up, 1u);
+      return;
+    }
   }
   uint64_t* halves = queue.slots[ticket % queue.depth].halves;
   const uint64_t number = static_cast<uint64_t>(RailDescriptor::number_of(ticket)) << 32;

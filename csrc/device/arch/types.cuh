@@ -82,6 +82,7 @@ struct RailQueue {
   uint32_t* num_done;         // device memory: blocks of this kernel that have called rail_done
   const uint64_t* num_taken;  // host memory: descriptors that the NIC has read
   uint64_t timeout_ns;        // for a free slot
+  uint32_t* has_given_up;     // host memory: a request has been dropped, since none came free
   uint64_t launch;            // the number of this kernel's launch
   uint32_t depth;
 };

@@ -52,7 +52,7 @@ class LocalRows {
       known_chunk_ = chunk;
       uint32_t seen = 0;
       *ok = arch::fault(Fault::kSkipArrival) ||
-            await_tagged(context_, returned_word(args_.world, args_.world.rank, lane, chunk),
+            await_tagged(context_, landed_word(args_.world, args_.world.rank, lane, chunk),
                          {Stage::kReduce, Word::kLanded, lane, -1}, 1, &seen);
     }
     return base_ + static_cast<size_t>(place) * args_.message.slot_bytes();

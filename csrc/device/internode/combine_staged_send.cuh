@@ -75,7 +75,7 @@ class ChunksInNode {
     const int shift = tables.returned_chunks[peer].shift;
     const int begin = tables.returned[peer][node], end = tables.returned[peer][node + 1];
     const int first = max_of(begin, slice << shift);
-    return {peer * kMaxPairChunks + slice + node, peer, first,
+    return {peer * kMaxChunks + slice + node, peer, first,
             min_of(end, (slice + 1) << shift) - first,
             static_cast<int64_t>(tables.x_starts[peer][node]) + first - begin};
   }
@@ -94,14 +94,14 @@ class ChunksInNode {
   DC_DEVICE static void publish_chunk(const Context& node, int item) {
     // With the fence, a release; pairs with: LocalRows::await_row — the chunk's rows
     arch::st_relaxed_sys(
-        returned_word(node.world, item / kMaxPairChunks, node.world.rank, item % kMaxPairChunks),
+        landed_word(node.world, item / kMaxChunks, node.world.rank, item % kMaxChunks),
         Tagged::pack(node.generation, 1));
   }
 
  private:
   // An item: peer, node, and which chunk of the peer's rows it is, borders between nodes aside.
   static constexpr int kNodeBits = 5, kSliceBits = 16;
-  static_assert(kMaxPairChunks <= 1 << kSliceBits && kMaxStagedNodes <= 1 << kNodeBits);
+  static_assert(kMaxChunks <= 1 << kSliceBits && kMaxStagedNodes <= 1 << kNodeBits);
 
   const TierContexts& contexts_;
   const InternodeCombineArgs& args_;

@@ -10,6 +10,7 @@
 // notify.
 #pragma once
 
+#include "device/channel/landed.cuh"
 #include "device/internode/tiers.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/layout/prefix_sum.cuh"
@@ -19,8 +20,7 @@ namespace deep_comm {
 
 enum class SumMode : int { kFailed, kRings, kStaged };
 
-inline constexpr int kMaxStagedNodes = kWarpSize;                    // a lane per node
-inline constexpr int kMaxPairChunks = kMaxChannels * kChunksOfLine;  // of one pair of local ranks
+inline constexpr int kMaxStagedNodes = kWarpSize;  // a lane per node
 
 // The rows of one local rank that return to another, cut into chunks of 1 << shift that end at the
 // borders between nodes.
@@ -28,7 +28,7 @@ struct PairChunks {
   int shift;
 
   DC_DEVICE static PairChunks of(int num_rows) {
-    return {shift_for(max_of(1, ceil_div(num_rows, kMaxPairChunks - kMaxStagedNodes)))};
+    return {shift_for(max_of(1, ceil_div(num_rows, kMaxChunks - kMaxStagedNodes)))};
   }
   // The number of a row's chunk, for a rank of `node`: a chunk that two nodes share counts as two.
   DC_DEVICE int at(int place, int node) const { return (place >> shift) + node; }
@@ -186,11 +186,6 @@ struct alignas(16) StagedEntry {
     landed.reset();
   }
 };
-
-// The word by which local rank `from` tells `owner` that a chunk has landed.
-DC_DEVICE uint64_t* returned_word(const World& world, int owner, int from, int chunk) {
-  return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
-}
 
 // Where the rows that this rank returns to local rank `owner` begin. All ranks have entered.
 DC_DEVICE uint8_t* staging_at_local(const Context& node, int owner) {

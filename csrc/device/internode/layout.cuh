@@ -14,7 +14,7 @@
 #include "device/internode/args.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
-#include "device/sync/context.cuh"
+#include "device/sync/counters.cuh"
 
 namespace deep_comm {
 
@@ -112,21 +112,8 @@ DC_DEVICE void internode_layout(const InternodeLayoutArgs& args) {
   arch::sync_block();
   count_tokens(args, counters);
   arch::sync_block();
-  for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads()) {
-    if (counters[idx] != 0) arch::atomic_add_relaxed_gpu(totals + idx, counters[idx]);
-  }
-  arch::sync_block();  // the block's additions before the ticket that releases them
-  if (arch::thread_idx() == 0) {
-    // pairs with: itself in the last block — counters and is_token_in_rank of all blocks
-    // order-proof: the simulation has one time for all that a rank has put into memory, and the
-    // ticket is the newest of it. Only later launches read is_token_in_rank.
-    *ticket = arch::atomic_add_acq_rel_gpu(&args.world.state()->layout_ticket, 1u);
-    if (*ticket + 1 == static_cast<uint32_t>(arch::num_blocks())) {
-      arch::st_relaxed_gpu(&args.world.state()->layout_ticket, 0u);
-    }
-  }
-  arch::sync_block();
-  if (*ticket + 1 != static_cast<uint32_t>(arch::num_blocks())) return;
+  add_counters(totals, counters, num_counters);
+  if (!is_last_to_count(args.world, ticket)) return;
   write_internode_layout(args, totals);
 }
 

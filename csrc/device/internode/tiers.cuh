@@ -58,17 +58,7 @@ DC_DEVICE bool await_rail_arrivals(const Context& rail, const RailTier& tier, ui
     ok = await<Scope::kSys>(
         rail, own_word(rail.world, tier.layout.arrived_of(node)), wait, expected,
         [&](uint64_t word) { return Tagged::unpack(word).has_reached(rail.generation); }, &raw);
-    const Tagged seen = Tagged::unpack(raw);
-    if (ok && seen.generation == rail.generation && seen.value != signature) {
-      report_error(rail, {ErrorKind::kConfigMismatch,
-                          {Stage::kRailBarrier, Word::kOperation, node, -1},
-                          seen.value,
-                          signature,
-                          0,
-                          -1});
-      abort_rank(rail);
-      ok = false;
-    }
+    ok = ok && agrees_on_operation(rail, Stage::kRailBarrier, node, raw, signature);
   }
   arch::sync_warp();  // hands each lane's acquire to the whole warp
   return arch::all(kFullMask, ok);

@@ -30,7 +30,6 @@ struct RailContext : Context {
     return reinterpret_cast<uint64_t*>(world.bases[world.rank] + words_of_ranks) + rank;
   }
   DC_DEVICE uint64_t* mask_word(int rank) const { return own_word(words->masked, rank); }
-  DC_DEVICE uint64_t* alive_word(int rank) const { return own_word(words->alive, rank); }
 };
 
 DC_DEVICE RailContext rail_context(const World& world, const RailReach& reach, Kernel kernel,
@@ -86,61 +85,19 @@ DC_DEVICE void mask_rank(const RailContext& context, int rank) {
   if (!arch::fault(Fault::kSkipVote)) send_to_all(context, context.words->masked, rank, 1);
 }
 
-// This rank waits, but is alive. Once per fraction of the timeout the first thread that calls it
-// says so.
-DC_DEVICE void say_alive(const RailContext& context, uint64_t now_ns) {
-  constexpr uint64_t kPerTimeout = 8;
-  const uint64_t tick = 1 + now_ns / (context.world.timeout_ns / kPerTimeout + 1);
-  uint64_t* own = context.alive_word(context.group->rank);
-  const uint64_t last = arch::ld_relaxed_gpu(own);
-  if (last == tick || arch::fault(Fault::kSkipAlive)) return;
-  if (arch::atomic_cas_relaxed_gpu(own, last, tick) != last) return;
+DC_DEVICE int own_rank(const RailContext& context) { return context.group->rank; }
+DC_DEVICE uint64_t* alive_word(const RailContext& context, int peer) {
+  return context.own_word(context.words->alive, peer);
+}
+DC_DEVICE void send_alive(const RailContext& context, uint64_t tick) {
   // pairs with: may_go_on at the others — nothing but the word itself
   send_to_all(context, context.words->alive, context.group->rank, tick);
 }
 
-// The counterpart of may_go_on for a Context; the waits of a RailContext call it. A wait that
-// expires is renewed, a few times, if its peer has written meanwhile that it is alive.
+// That of a Context, by the masks above; the waits of a RailContext call it.
 DC_DEVICE_COLD bool may_go_on(RailContext context, WaitFor wait, uint64_t seen, uint64_t expected,
                               uint64_t patience, WaitClock* clock) {
-  if (!context.can_shrink || wait.peer == context.group->rank) {
-    // Another block of this rank may be about to give up several ranks.
-    const uint64_t more = context.can_shrink ? 2 * (1 + kMaxRenewals) : 1;
-    Context base = context;
-    base.can_shrink = false;  // its masks are those of one node
-    return may_go_on(base, wait, seen, expected, more * patience, clock);
-  }
-  const World& world = context.world;
-  const uint64_t now_ns = arch::globaltimer_ns();
-  const uint64_t limit_ns = patience * context.patience * world.timeout_ns;
-  if (clock->start_ns == 0) {
-    clock->start_ns = now_ns;
-    clock->deadline_ns = now_ns + limit_ns;
-    clock->last_alive = arch::ld_relaxed_sys(context.alive_word(wait.peer));
-    clock->num_renewals = 0;
-    note_wait(context, wait, expected);
-  }
-  say_alive(context, now_ns);
-  if (is_aborted(world)) return false;
-  if (is_masked(context, context.group->rank)) {
-    report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock->start_ns, -1});
-    abort_rank(context);
-    return false;
-  }
-  if (is_masked(context, wait.peer)) return false;
-  if (now_ns >= clock->deadline_ns) {
-    const uint64_t last_alive = arch::ld_relaxed_sys(context.alive_word(wait.peer));
-    if (last_alive == clock->last_alive || clock->num_renewals == kMaxRenewals) {
-      mask_rank(context, wait.peer);
-      return false;
-    }
-    ++clock->num_renewals;
-    clock->last_alive = last_alive;
-    clock->deadline_ns = now_ns + limit_ns;
-  }
-  // A vote wakes no thread: the wait must look for it from time to time.
-  clock->wake_ns = min_of(clock->deadline_ns, now_ns + world.timeout_ns / 16 + 1);
-  return true;
+  return goes_on(context, wait, seen, expected, patience, clock);
 }
 
 // ---- sets of ranks ------------------------------------------------------------------------------

@@ -7,87 +7,63 @@ namespace deep_comm {
 
 enum class Dtype : int { kBfloat16, kFloat16, kFloat32 };
 
+// How the elements of a dtype lie in a word of 4 bytes: the first in the lowest bits.
 template <Dtype kDtype>
-struct Numeric;
+struct Format;
 
 template <>
-struct Numeric<Dtype::kFloat32> {
+struct Format<Dtype::kFloat32> {
   using Element = float;
-  static constexpr int kPerVec = 4;
+  static constexpr int kPerWord = 1;
+  DC_DEVICE static float value(uint32_t word, int) { return bit_cast<float>(word); }
+  DC_DEVICE static uint32_t bits(float value) { return bit_cast<uint32_t>(value); }
+};
+
+template <>
+struct Format<Dtype::kBfloat16> {
+  using Element = Bf16;
+  static constexpr int kPerWord = 2;
+  DC_DEVICE static float value(uint32_t word, int idx) {  // the upper half of a float32
+    return bit_cast<float>(idx == 0 ? word << 16 : word & 0xffff0000u);
+  }
+  DC_DEVICE static uint32_t bits(float value) { return arch::float_to_bf16(value).bits; }
+};
+
+template <>
+struct Format<Dtype::kFloat16> {
+  using Element = Fp16;
+  static constexpr int kPerWord = 2;
+  DC_DEVICE static float value(uint32_t word, int idx) {
+    return arch::fp16_to_float({static_cast<uint16_t>(word >> 16 * idx)});
+  }
+  DC_DEVICE static uint32_t bits(float value) { return arch::float_to_fp16(value).bits; }
+};
+
+template <Dtype kDtype>
+struct Numeric {
+  using Words = Format<kDtype>;
+  using Element = typename Words::Element;
+  static constexpr int kPerWord = Words::kPerWord, kPerVec = 4 * kPerWord;
+
   DC_DEVICE static void add(float* sum, const Vec16& vec) {
     DC_UNROLL
-    for (int word = 0; word < 4; ++word) sum[word] += bit_cast<float>(vec.words[word]);
+    for (int idx = 0; idx < kPerVec; ++idx) {
+      sum[idx] += Words::value(vec.words[idx / kPerWord], idx % kPerWord);
+    }
   }
   // The product is rounded before it is added: no fused multiply-add.
   DC_DEVICE static void add_weighted(float* sum, const Vec16& vec, float weight) {
     DC_UNROLL
-    for (int word = 0; word < 4; ++word) {
-      sum[word] += arch::multiply(weight, bit_cast<float>(vec.words[word]));
-    }
-  }
-  DC_DEVICE static Vec16 round(const float* sum) {
-    Vec16 vec;
-    DC_UNROLL
-    for (int word = 0; word < 4; ++word) vec.words[word] = bit_cast<uint32_t>(sum[word]);
-    return vec;
-  }
-};
-
-template <>
-struct Numeric<Dtype::kBfloat16> {
-  using Element = Bf16;
-  static constexpr int kPerVec = 8;
-  DC_DEVICE static void add(float* sum, const Vec16& vec) {
-    DC_UNROLL
-    for (int word = 0; word < 4; ++word) {  // bfloat16 is the upper half of a float32
-      sum[2 * word] += bit_cast<float>(vec.words[word] << 16);
-      sum[2 * word + 1] += bit_cast<float>(vec.words[word] & 0xffff0000u);
-    }
-  }
-  DC_DEVICE static void add_weighted(float* sum, const Vec16& vec, float weight) {
-    DC_UNROLL
-    for (int word = 0; word < 4; ++word) {
-      sum[2 * word] += arch::multiply(weight, bit_cast<float>(vec.words[word] << 16));
-      sum[2 * word + 1] += arch::multiply(weight, bit_cast<float>(vec.words[word] & 0xffff0000u));
+    for (int idx = 0; idx < kPerVec; ++idx) {
+      sum[idx] += arch::multiply(weight, Words::value(vec.words[idx / kPerWord], idx % kPerWord));
     }
   }
   DC_DEVICE static Vec16 round(const float* sum) {
     Vec16 vec;
     DC_UNROLL
     for (int word = 0; word < 4; ++word) {
-      vec.words[word] = static_cast<uint32_t>(arch::float_to_bf16(sum[2 * word]).bits) |
-                        static_cast<uint32_t>(arch::float_to_bf16(sum[2 * word + 1]).bits) << 16;
-    }
-    return vec;
-  }
-};
-
-template <>
-struct Numeric<Dtype::kFloat16> {
-  using Element = Fp16;
-  static constexpr int kPerVec = 8;
-  DC_DEVICE static void add(float* sum, const Vec16& vec) {
-    DC_UNROLL
-    for (int word = 0; word < 4; ++word) {
-      sum[2 * word] += arch::fp16_to_float({static_cast<uint16_t>(vec.words[word])});
-      sum[2 * word + 1] += arch::fp16_to_float({static_cast<uint16_t>(vec.words[word] >> 16)});
-    }
-  }
-  DC_DEVICE static void add_weighted(float* sum, const Vec16& vec, float weight) {
-    DC_UNROLL
-    for (int word = 0; word < 4; ++word) {
-      const uint32_t bits = vec.words[word];
-      sum[2 * word] += arch::multiply(weight, arch::fp16_to_float({static_cast<uint16_t>(bits)}));
-      sum[2 * word + 1] +=
-          arch::multiply(weight, arch::fp16_to_float({static_cast<uint16_t>(bits >> 16)}));
-    }
-  }
-  DC_DEVICE static Vec16 round(const float* sum) {
-    Vec16 vec;
-    DC_UNROLL
-    for (int word = 0; word < 4; ++word) {
-      vec.words[word] = static_cast<uint32_t>(arch::float_to_fp16(sum[2 * word]).bits) |
-                        static_cast<uint32_t>(arch::float_to_fp16(sum[2 * word + 1]).bits) << 16;
+      vec.words[word] = Words::bits(sum[kPerWord * word]);
+      if constexpr (kPerWord == 2) vec.words[word] |= Words::bits(sum[2 * word + 1]) << 16;
     }
     return vec;
   }

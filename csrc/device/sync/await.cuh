@@ -41,26 +41,29 @@ DC_DEVICE void note_gave_up(const Context& context, const WaitFor& wait) {
 }
 
 // ---- may_go_on and its parts --------------------------------------------------------------------
+//
+// AnyContext: Context, or a type derived from it with masks of its own: see own_rank and what follows
+// it in mask.cuh.
 
 // How long a wait may last before it fails or is renewed. A wait for this rank's own threads lasts
 // longer: those threads may be about to mask several ranks, each after a deadline of its own.
-DC_DEVICE uint64_t wait_limit_ns(const Context& context, const WaitFor& wait, uint64_t patience) {
-  const bool is_own = context.can_shrink && wait.peer == context.world.rank;
+template <class AnyContext>
+DC_DEVICE uint64_t wait_limit_ns(const AnyContext& context, const WaitFor& wait,
+                                 uint64_t patience) {
+  const bool is_own = context.can_shrink && wait.peer == own_rank(context);
   const uint64_t more = is_own ? 2 * (1 + kMaxRenewals) : 1;
   return more * patience * context.patience * context.world.timeout_ns;
 }
 
 // The first call of a wait: starts its clock.
-DC_DEVICE void start_clock(const Context& context, const WaitFor& wait, uint64_t expected,
+template <class AnyContext>
+DC_DEVICE void start_clock(const AnyContext& context, const WaitFor& wait, uint64_t expected,
                            uint64_t now_ns, uint64_t limit_ns, bool can_do_without,
                            WaitClock* clock) {
-  const World& world = context.world;
   clock->start_ns = now_ns;
   clock->deadline_ns = now_ns + limit_ns;
   clock->num_renewals = 0;
-  if (can_do_without) {
-    clock->last_alive = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
-  }
+  if (can_do_without) clock->last_alive = arch::ld_relaxed_sys(alive_word(context, wait.peer));
   note_wait(context, wait, expected);
 }
 
@@ -83,24 +86,25 @@ DC_DEVICE bool is_stopped(const Context& context, const WaitFor& wait, uint64_t 
 
 // Only with can_shrink: true if the wait must end because the peer is masked, or because this rank is.
 // The latter is reported.
-DC_DEVICE bool must_stop_for_mask(const Context& context, const WaitFor& wait, uint64_t now_ns,
+template <class AnyContext>
+DC_DEVICE bool must_stop_for_mask(const AnyContext& context, const WaitFor& wait, uint64_t now_ns,
                                   const WaitClock& clock) {
-  const Verdict verdict = verdict_on(context, wait.peer);
-  if (verdict == Verdict::kOut) {
+  if (is_masked(context, own_rank(context))) {
     report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock.start_ns, -1});
     abort_rank(context);
+    return true;
   }
-  return verdict != Verdict::kGoOn;
+  return is_masked(context, wait.peer);
 }
 
 // Only with can_shrink, after the deadline: a peer whose alive word changed gets another deadline, at
 // most kMaxRenewals times. False: the peer is masked.
-DC_DEVICE bool renew_or_mask(const Context& context, const WaitFor& wait, uint64_t now_ns,
+template <class AnyContext>
+DC_DEVICE bool renew_or_mask(const AnyContext& context, const WaitFor& wait, uint64_t now_ns,
                              uint64_t limit_ns, WaitClock* clock) {
-  const World& world = context.world;
-  const uint64_t last_alive = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
+  const uint64_t last_alive = arch::ld_relaxed_sys(alive_word(context, wait.peer));
   if (last_alive == clock->last_alive || clock->num_renewals == kMaxRenewals) {
-    mask_rank(world, wait.peer);
+    mask_rank(context, wait.peer);
     return false;
   }
   ++clock->num_renewals;
@@ -119,16 +123,12 @@ DC_DEVICE void fail_wait(const Context& context, const WaitFor& wait, uint64_t s
   note_gave_up(context, wait);
 }
 
-// Called between two polls: true if the wait may continue. False if
-//   - another thread of this rank has failed, or the other ranks have masked this one;
-//   - only with can_shrink: the peer is masked, by this thread if its deadline has passed;
-//   - the deadline has passed. This thread has then written the error record.
-// All waits share this one function.
-DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint64_t expected,
-                              uint64_t patience, WaitClock* clock) {
-  const World& world = context.world;
+// What may_go_on does.
+template <class AnyContext>
+DC_DEVICE bool goes_on(const AnyContext& context, const WaitFor& wait, uint64_t seen,
+                       uint64_t expected, uint64_t patience, WaitClock* clock) {
   const uint64_t now_ns = arch::globaltimer_ns();
-  const bool can_do_without = context.can_shrink && wait.peer != world.rank;
+  const bool can_do_without = context.can_shrink && wait.peer != own_rank(context);
   const uint64_t limit_ns = wait_limit_ns(context, wait, patience);
   if (clock->start_ns == 0) {
     start_clock(context, wait, expected, now_ns, limit_ns, can_do_without, clock);
@@ -144,9 +144,20 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
     return false;
   }
   // No store wakes a parked thread when a peer is masked: with masks it wakes often by itself.
-  clock->wake_ns = can_do_without ? min_of(clock->deadline_ns, now_ns + world.timeout_ns / 16 + 1)
-                                  : clock->deadline_ns;
+  clock->wake_ns = can_do_without
+                       ? min_of(clock->deadline_ns, now_ns + context.world.timeout_ns / 16 + 1)
+                       : clock->deadline_ns;
   return true;
+}
+
+// Called between two polls: true if the wait may continue. False if
+//   - another thread of this rank has failed, or the other ranks have masked this one;
+//   - only with can_shrink: the peer is masked, by this thread if its deadline has passed;
+//   - the deadline has passed. This thread has then written the error record.
+// All waits of a Context share this one function.
+DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint64_t expected,
+                              uint64_t patience, WaitClock* clock) {
+  return goes_on(context, wait, seen, expected, patience, clock);
 }
 
 // ---- waits --------------------------------------------------------------------------------------

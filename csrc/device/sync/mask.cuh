@@ -44,29 +44,35 @@ DC_DEVICE void mask_rank(const World& world, int peer) {
 // alive.
 inline constexpr int kMaxRenewals = 3;
 
-// Tells the other ranks that this one is alive while it waits. The first thread in each fraction of
-// the timeout does it.
-DC_DEVICE void say_alive(const Context& context, uint64_t now_ns) {
-  constexpr uint64_t kPerTimeout = 8;
+// What waits need of a context's masks; RailContext has its own (low_latency/rail_mask.cuh).
+DC_DEVICE int own_rank(const Context& context) { return context.world.rank; }
+DC_DEVICE bool is_masked(const Context& context, int peer) {
+  return is_masked(context.world, peer);
+}
+DC_DEVICE void mask_rank(const Context& context, int peer) { mask_rank(context.world, peer); }
+// The word of this rank by which `peer` shows that it is alive.
+DC_DEVICE uint64_t* alive_word(const Context& context, int peer) {
+  return context.world.alive(context.world.rank, peer);
+}
+DC_DEVICE void send_alive(const Context& context, uint64_t tick) {
   const World& world = context.world;
-  const uint64_t tick = 1 + now_ns / (world.timeout_ns / kPerTimeout + 1);
-  uint64_t* own = world.alive(world.rank, world.rank);
-  const uint64_t last = arch::ld_relaxed_gpu(own);
-  if (last == tick || arch::fault(Fault::kSkipAlive)) return;
-  if (arch::atomic_cas_relaxed_gpu(own, last, tick) != last) return;
   for (int owner = 0; owner < world.num_ranks; ++owner) {
     // pairs with: may_go_on at the owner — nothing but the word itself
     if (owner != world.rank) arch::st_relaxed_sys(world.alive(owner, world.rank), tick);
   }
 }
 
-enum class Verdict { kGoOn, kWithout, kOut };
-
-// What a wait for `peer` has to do: go on, stop because the peer is masked, or stop because this
-// rank is.
-DC_DEVICE Verdict verdict_on(const Context& context, int peer) {
-  if (is_masked(context.world, context.world.rank)) return Verdict::kOut;
-  return is_masked(context.world, peer) ? Verdict::kWithout : Verdict::kGoOn;
+// Tells the other ranks that this one is alive while it waits. The first thread in each fraction of
+// the timeout does it.
+template <class AnyContext>
+DC_DEVICE void say_alive(const AnyContext& context, uint64_t now_ns) {
+  constexpr uint64_t kPerTimeout = 8;
+  const uint64_t tick = 1 + now_ns / (context.world.timeout_ns / kPerTimeout + 1);
+  uint64_t* own = alive_word(context, own_rank(context));
+  const uint64_t last = arch::ld_relaxed_gpu(own);
+  if (last == tick || arch::fault(Fault::kSkipAlive)) return;
+  if (arch::atomic_cas_relaxed_gpu(own, last, tick) != last) return;
+  send_alive(context, tick);
 }
 
 }  // namespace deep_comm

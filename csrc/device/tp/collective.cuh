@@ -210,18 +210,11 @@ DC_DEVICE bool await_part(const CollectiveCall& call, int idx, int num_blocks) {
   const int peer = arch::lane_idx(), block = idx % num_blocks;
   bool ok = true;
   if (peer < world.num_ranks && (kOfAll || peer != world.rank)) {
-    const uint32_t generation = call.context.generation;
     const uint32_t wanted = static_cast<uint32_t>(idx / num_blocks) + 1;
     const RecvLine* line = world.recv_line(world.rank, block, peer);
-    uint64_t raw = 0;
-    ok = await<Scope::kSys>(
-        call.context, kOfSums ? &line->done : &line->tail, {kStage, kWord, peer, block},
-        Tagged::pack(generation, wanted),
-        [=](uint64_t candidate) {
-          const Tagged tagged = Tagged::unpack(candidate);
-          return is_of_generation(tagged, generation) && tagged.value >= wanted;
-        },
-        &raw, kPatience);
+    uint32_t num_published = 0;
+    ok = await_tagged(call.context, kOfSums ? &line->done : &line->tail,
+                      {kStage, kWord, peer, block}, wanted, &num_published, kPatience);
   }
   // The barrier hands each lane's acquire to the whole warp.
   arch::sync_warp();

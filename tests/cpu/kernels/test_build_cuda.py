@@ -110,11 +110,12 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["sync_named"] = ["barrier.sync"]
     expected["arrive_named"] = ["barrier.arrive"]
 
-    # A ticket, the wait for a free slot, and the words of the descriptor: each carries the ticket's
-    # number, so that none is released.
+    # A ticket, the wait for a free slot, which others may have given up, and the words of the
+    # descriptor: each carries the ticket's number, so that none is released.
     expected["rail_put"] = expected["rail_signal"] = [
         "atom.relaxed.gpu.global.add.u64", "mov.u64 %globaltimer", "ld.acquire.sys.global.u64",
-        "mov.u64 %globaltimer", "rem.u64", "rem.u32", *["st.relaxed.sys.global.u64"] * 7,
+        "mov.u64 %globaltimer", "ld.relaxed.sys.global.u32", "st.relaxed.sys.global.u32",
+        "rem.u64", "rem.u32", *["st.relaxed.sys.global.u64"] * 7,
     ]  # fmt: skip
 
     expected["mbarrier_init"] = ["mbarrier.init.shared::cta.b64"]
