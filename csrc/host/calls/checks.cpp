@@ -66,10 +66,38 @@ CheckedRouting check_routing(const CallContext& context, const DispatchRequest& 
   return routing;
 }
 
-void require_no_routing(const DispatchRequest& request) {
-  if (!request.topk_idx.is_given() && !request.topk_weights.is_given()) return;
-  refuse_argument(request.topk_idx.is_given() ? "topk_idx" : "topk_weights", {},
-                  "must be left away with a handle");
+CachedDispatchCall::CachedDispatchCall(CallContext& context, const DispatchRequest& request)
+    : context_(context), request_(request) {
+  if (request.topk_idx.is_given() || request.topk_weights.is_given()) {
+    refuse_argument(request.topk_idx.is_given() ? "topk_idx" : "topk_weights", {},
+                    "must be left away with a handle");
+  }
+  context.begin();
+  payload_ = check_payload(context, request.payload);
+  handle_ = check_handle(context, request.handle);
+  require_handle(*handle_, payload_.num_tokens, request.flags.expand || request.flags.zero_padding);
+}
+
+std::shared_ptr<DispatchRecord> RecordSource::make(const CallContext& context,
+                                                   const CallOrder& order) const {
+  auto record = std::make_shared<DispatchRecord>();
+  record->owner = context.token;
+  record->rank = context.group.rank;
+  record->num_experts = routing.num_experts;
+  record->num_topk = routing.num_topk;
+  record->num_channels = num_channels;
+  record->num_tokens = num_tokens;
+  record->routing = addresses;
+  record->framework = context.memory.shared_framework();
+  record->layout = std::make_shared<const RoutingBlock>(layout);
+  record->block = block;
+  if (block.tensor) record->held.tensors.push_back(block.tensor);
+  if (mask) {
+    record->parts.push_back(RecordPart::of("is_token_in_rank", mask));
+    record->held.tensors.push_back(mask);
+  }
+  if (context.order.target().has_streams()) record->held.owner_stream = order.owner_stream();
+  return record;
 }
 
 std::vector<const void*> inputs_of(const Payload& payload, const DispatchRequest& request) {

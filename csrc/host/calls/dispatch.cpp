@@ -36,39 +36,24 @@ DispatchArgs common_args(const DispatchPlan& plan, const Payload& payload,
   args.rank_prefix_matrix = pointer_of<int32_t>(routing.rank_prefix);
   args.channel_prefix_matrix = pointer_of<int32_t>(routing.channel_prefix);
   set_payload(payload, &args);
-  args.recv_x = pointer_of<uint8_t>(out.x);
-  args.recv_x_scales = pointer_of<uint8_t>(out.scales);
-  args.recv_topk_idx = pointer_of<void>(out.topk_idx);
-  args.recv_topk_weights = pointer_of<float>(out.topk_weights);
-  args.recv_src_idx = pointer_of<int32_t>(out.src_idx);
+  set_outputs(out, &args);
   args.recv_rows = pointer_of<int32_t>(out.recv_rows);
-  args.num_recv_rows = static_cast<int>(out.num_rows);
   return args;
 }
 
 // ---- the routing of a handle: no counts to exchange, no wait of the host
 
-class CheckedCachedDispatch {
+class CheckedCachedDispatch : public CachedDispatchCall {
  public:
   CheckedCachedDispatch(CallContext& context, const DispatchRequest& request)
-      : context_(context), request_(request) {
-    require_no_routing(request);
-    context.begin();
-    payload_ = check_payload(context, request.payload);
-    handle_ = check_handle(context, request.handle);
-    require_handle(*handle_, payload_.num_tokens,
-                   request.flags.expand || request.flags.zero_padding);
-    plan_ =
-        &plan_of(context, CachedDispatchKey{request.config, payload_.form, handle_->num_channels,
-                                            handle_->expansion.has_value()});
+      : CachedDispatchCall(context, request),
+        plan_(&plan_of(context,
+                       CachedDispatchKey{request.config, payload_.form, handle_->num_channels,
+                                         handle_->expansion.has_value()})) {
     require_channels(*handle_, plan_->rings.channels.num_channels, "num_sms");
   }
 
  protected:
-  CallContext& context_;
-  const DispatchRequest& request_;
-  Payload payload_;
-  std::shared_ptr<DispatchRecord> handle_;
   const CachedDispatchPlan* plan_;  // holds until the Buffer's next call of normal mode
 };
 
@@ -130,7 +115,7 @@ struct NewDispatch {
   OutputForm form;
   RoutingBlock layout;
   std::vector<const void*> inputs;  // the caller's tensors
-  const void* mask = nullptr;       // is_token_in_rank, where the caller gave it
+  Object mask;                      // is_token_in_rank, where the caller gave it
   DispatchFlags flags;
   bool has_default_sms;
 
@@ -151,7 +136,7 @@ class CheckedDispatch : protected NewDispatch {
     // Expanded rows are placed by topk_idx, so a given layout is ignored: wrong counts would write outside
     // an expert's group.
     if (flags.expand) routing.has_layout = false;
-    if (routing.has_layout) mask = request.is_token_in_rank.object;
+    if (routing.has_layout) mask = Object::borrow(request.is_token_in_rank.object);
     plan = &plan_of(call_context,
                     NewDispatchKey{request.config, payload.form, routing.num_topk,
                                    routing.topk_idx_bytes, routing.num_experts,
@@ -389,13 +374,14 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
   }
 
   std::shared_ptr<DispatchRecord> make_record() const {
-    auto record = std::make_shared<DispatchRecord>();
-    record->owner = context->token;
-    record->rank = context->group.rank;
-    record->num_experts = routing.num_experts;
-    record->num_topk = routing.num_topk;
-    record->num_channels = plan->rings.channels.num_channels;
-    record->num_tokens = payload.num_tokens;
+    const RecordSource source{routing,
+                              addresses,
+                              layout,
+                              block,
+                              mask,
+                              payload.num_tokens,
+                              plan->rings.channels.num_channels};
+    std::shared_ptr<DispatchRecord> record = source.make(*context, *order);
     record->num_recv_rows = num_recv_rows();
     record->num_output_rows = out.num_rows;
     if (counts) {
@@ -403,13 +389,6 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
       record->max_num_tokens = counts->max_num_tokens;
     }
     record->has_default_sms = has_default_sms;
-    record->routing = addresses;
-    record->framework = context->memory.shared_framework();
-    record->layout = std::make_shared<const RoutingBlock>(layout);
-    record->block = block;
-    if (mask != nullptr) {
-      record->parts.push_back(RecordPart::of("is_token_in_rank", Object::borrow(mask)));
-    }
     record->parts.push_back({"recv_src_idx",
                              {},
                              out.src_idx,
@@ -419,12 +398,9 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     const auto hold = [&](const Object& tensor) {
       if (tensor) record->held.tensors.push_back(tensor);
     };
-    hold(block.tensor);
-    if (mask != nullptr) hold(Object::borrow(mask));
     hold(out.sources.tensor);
     hold(numbering.storage.tensor);
     hold(out.placed.tensor);
-    if (context->order.target().has_streams()) record->held.owner_stream = order->owner_stream();
     return record;
   }
 };

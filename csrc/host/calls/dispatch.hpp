@@ -74,9 +74,6 @@ struct CheckedRouting {
 CheckedRouting check_routing(const CallContext& context, const DispatchRequest& request,
                              int64_t num_tokens);
 
-// A call with a handle has no other routing. Throws CallError: kArgument.
-void require_no_routing(const DispatchRequest& request);
-
 // The caller's tensors of a call, for CallOrder::finish.
 std::vector<const void*> inputs_of(const Payload& payload, const DispatchRequest& request);
 
@@ -85,6 +82,32 @@ std::vector<const void*> inputs_of(const Payload& payload, const DispatchRequest
 // Throws CallError kHandleMismatch unless it is of as many tokens, and expanded if the call needs that.
 void require_handle(const DispatchRecord& handle, int64_t num_tokens, bool needs_expansion);
 void require_channels(const DispatchRecord& handle, int num_channels, const char* sms_of_channels);
+
+// What a call knows, checked, whose routing is that of a handle. Such calls exchange no counts, and
+// their host does not wait. Throws CallError: kArgument, kHandleMismatch.
+class CachedDispatchCall {
+ protected:
+  CachedDispatchCall(CallContext& context, const DispatchRequest& request);
+
+  CallContext& context_;
+  const DispatchRequest& request_;
+  Payload payload_;
+  std::shared_ptr<DispatchRecord> handle_;
+};
+
+// What the handle of a call with new routing is made of, in either tier.
+struct RecordSource {
+  const CheckedRouting& routing;
+  const RoutingAddresses& addresses;
+  const RoutingBlock& layout;
+  const PartMemory& block;  // of routing
+  const Object& mask;       // is_token_in_rank, where the caller gave it
+  int64_t num_tokens;
+  int num_channels;
+
+  // Without what the rows that come bring along.
+  std::shared_ptr<DispatchRecord> make(const CallContext& context, const CallOrder& order) const;
+};
 
 // ---- the calls
 

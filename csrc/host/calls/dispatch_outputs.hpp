@@ -56,6 +56,17 @@ struct DispatchOutputs {
   Tensors tensors(Memory& memory, const OutputForm& form, bool defers_topk) &&;
 };
 
+// Their addresses in the arguments of either tier's dispatch kernel.
+template <class Args>
+void set_outputs(const DispatchOutputs& out, Args* args) {
+  args->recv_x = pointer_of<uint8_t>(out.x);
+  args->recv_x_scales = pointer_of<uint8_t>(out.scales);
+  args->recv_topk_idx = pointer_of<void>(out.topk_idx);
+  args->recv_topk_weights = pointer_of<float>(out.topk_weights);
+  args->recv_src_idx = pointer_of<int32_t>(out.src_idx);
+  args->num_recv_rows = static_cast<int>(out.num_rows);
+}
+
 // Blocks for the outputs of a dispatch, of as many rows as there is room for.
 class Reservation {
  public:

@@ -56,12 +56,7 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
   args.recv_x = pointer_of<uint8_t>(payload.x);
   if (rows != nullptr) {
     const DispatchOutputs& out = rows->output();
-    args.recv_x = pointer_of<uint8_t>(out.x);
-    args.recv_x_scales = pointer_of<uint8_t>(out.scales);
-    args.recv_topk_idx = pointer_of<void>(out.topk_idx);
-    args.recv_topk_weights = pointer_of<float>(out.topk_weights);
-    args.recv_src_idx = pointer_of<int32_t>(out.src_idx);
-    args.num_recv_rows = static_cast<int>(out.num_rows);
+    set_outputs(out, &args);
     args.output_line = static_cast<uint32_t>(out.output_offset / kLineBytes);
     args.src_line = static_cast<uint32_t>(out.src_offset / kLineBytes);
     args.num_forward_rows = static_cast<int>(rows->num_forward_rows());
@@ -81,25 +76,14 @@ void move_rows(CallContext& context, const Movement& movement, const TierRows* r
 
 // ---- the routing of a handle: no counts to exchange, no wait of the host
 
-class CheckedCachedTierDispatch {
+class CheckedCachedTierDispatch : public CachedDispatchCall {
  public:
   CheckedCachedTierDispatch(CallContext& context, const DispatchRequest& request)
-      : context_(context), request_(request) {
-    require_no_routing(request);
-    context.begin();
-    payload_ = check_payload(context, request.payload);
-    handle_ = check_handle(context, request.handle);
-    require_handle(*handle_, payload_.num_tokens,
-                   request.flags.expand || request.flags.zero_padding);
-    plan_ = plan_two_tiers(context, request.config, payload_.form.row_bytes(),
-                           payload_.form.scale_row_bytes(), 0, handle_.get());
-  }
+      : CachedDispatchCall(context, request),
+        plan_(plan_two_tiers(context, request.config, payload_.form.row_bytes(),
+                             payload_.form.scale_row_bytes(), 0, handle_.get())) {}
 
  protected:
-  CallContext& context_;
-  const DispatchRequest& request_;
-  Payload payload_;
-  std::shared_ptr<DispatchRecord> handle_;
   RingPlan plan_;
 };
 
@@ -416,32 +400,22 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
   }
 
   std::shared_ptr<DispatchRecord> make_record(const std::optional<TwoTierCounts>& counts) {
-    auto made = std::make_shared<DispatchRecord>();
-    DispatchRecord& record = *made;
-    record.owner = context_.token;
-    record.rank = context_.group.rank;
-    record.num_experts = routing_.num_experts;
-    record.num_topk = routing_.num_topk;
-    record.num_channels = plan_.channels.num_channels;
-    record.num_tokens = payload_.num_tokens;
+    const RecordSource source{routing_,
+                              addresses_,
+                              layout_,
+                              block_,
+                              mask_,
+                              payload_.num_tokens,
+                              plan_.channels.num_channels};
+    std::shared_ptr<DispatchRecord> record = source.make(context_, order_);
     if (counts) {
-      record.num_recv_tokens = counts->num_recv_tokens;
-      record.max_num_tokens = counts->max_num_tokens;
-      record.num_returning_rows = counts->num_returning_rows;
+      record->num_recv_tokens = counts->num_recv_tokens;
+      record->max_num_tokens = counts->max_num_tokens;
+      record->num_returning_rows = counts->num_returning_rows;
     }
-    record.routing = addresses_;
-    record.framework = context_.memory.shared_framework();
-    record.layout = std::make_shared<const RoutingBlock>(layout_);
-    record.block = block_;
-    if (block_.tensor) record.held.tensors.push_back(block_.tensor);
-    if (mask_) {
-      record.parts.push_back(RecordPart::of("is_token_in_rank", mask_));
-      record.held.tensors.push_back(mask_);
-    }
-    rows_->give_sources(context_, record);
-    record.num_output_rows = record.num_recv_rows;
-    if (context_.order.target().has_streams()) record.held.owner_stream = order_.owner_stream();
-    return made;
+    rows_->give_sources(context_, *record);
+    record->num_output_rows = record->num_recv_rows;
+    return record;
   }
 };
 
