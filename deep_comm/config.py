@@ -76,6 +76,10 @@ class Config:
                 f"must be at most half of num_max_rdma_chunked_recv_tokens ({rdma_recv})",
             )
         rounded = -(-rdma_recv // rdma_send) * rdma_send
+        integers.require(
+            "num_max_rdma_chunked_recv_tokens", rounded, 1, integers.LARGEST,
+            note=", rounded up to a multiple of num_max_rdma_chunked_send_tokens",
+        )  # fmt: skip
         object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", rounded)
         # Configs are looked up in every call.
         fields = (getattr(self, name) for name in self.__dataclass_fields__)

@@ -16,6 +16,28 @@ class DeepCommError(RuntimeError):
     itself only for what a kernel reports and no class below describes: report that as a bug.
     """
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as it is: pickle itself would call the class with the message alone."""
+        return remade, (type(self), self.args, vars(self))
+
+
+def remade(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """An error that was taken apart, without a call of its class."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether a rank raises this because another one failed first."""
+    text = str(error)  # of gloo, which raises what everybody does
+    return (
+        isinstance(error, (PeerTimeout, PeerLost))
+        or type(error).__name__ == "SimulationStuck"
+        or "onnection closed by peer" in text
+        or "onnection reset by peer" in text
+    )
+
 
 class ArgumentError(DeepCommError, ValueError):
     """An argument breaks a rule. Nothing was launched.

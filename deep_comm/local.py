@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
-from deep_comm.errors import ArgumentError, DeepCommError, PeerLost, PeerTimeout
+from deep_comm.errors import ArgumentError, DeepCommError, PeerLost, is_consequence
+from deep_comm.settings import integers
 
 T = TypeVar("T")
 
@@ -90,17 +91,14 @@ class ThreadGroup:
 
     def subgroup(self, ranks: Sequence[int]) -> ThreadGroup:
         """A group of some ranks of this one, the calling rank among them. Not collective."""
+        for rank in ranks:
+            integers.require("ranks", rank, 0, self.size() - 1)
         members = tuple(self._members[rank] for rank in ranks)
         if len(set(members)) != len(members):
             raise ArgumentError("ranks", list(ranks), "must not name a rank twice")
         group = ThreadGroup(self._hub, self._global_rank, members)
         group._turns = self._turns
         return group
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """Errors that a rank raises because another one failed first."""
-    return isinstance(error, (PeerTimeout, PeerLost)) or type(error).__name__ == "SimulationStuck"
 
 
 def raise_root_cause(errors: dict[int, BaseException]) -> None:
@@ -110,7 +108,7 @@ def raise_root_cause(errors: dict[int, BaseException]) -> None:
     """
     if not errors:
         return
-    rank, error = min(errors.items(), key=lambda item: (_is_consequence(item[1]), item[0]))
+    rank, error = min(errors.items(), key=lambda item: (is_consequence(item[1]), item[0]))
     error.failed_rank = rank  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"raised on rank {rank}")

@@ -57,11 +57,11 @@ def user() -> str:
     return _user.get()
 
 
-def warn_of_lost_gradient(call: str, instead: str = "ExpertParallel has") -> None:
-    """Of a call whose x requires one. ``instead``: what has gradients."""
+def warn_of_lost_gradient(call: str, instead: str = "ExpertParallel has", of: str = "x") -> None:
+    """Of a call whose argument ``of`` requires one. ``instead``: what has gradients."""
     if torch.is_grad_enabled():
         warnings.warn(
-            f"{call} has no gradient: x requires one, which ends here. {instead} "
+            f"{call} has no gradient: {of} requires one, which ends here. {instead} "
             "gradients; or call it in a torch.autograd.Function, or under torch.no_grad()",
             stacklevel=3,
         )

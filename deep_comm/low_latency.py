@@ -230,6 +230,8 @@ class LowLatencyCalls:
         """
         if getattr(x, "requires_grad", False):
             warn_of_lost_gradient("Buffer.low_latency_dispatch")
+        elif getattr(topk_weights, "requires_grad", False):
+            warn_of_lost_gradient("Buffer.low_latency_dispatch", of="topk_weights")
         made = self._dispatch_low_latency(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
             cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
@@ -323,6 +325,8 @@ class LowLatencyCalls:
         """
         if getattr(x, "requires_grad", False):
             warn_of_lost_gradient("Buffer.low_latency_combine")
+        elif getattr(topk_weights, "requires_grad", False):
+            warn_of_lost_gradient("Buffer.low_latency_combine", of="topk_weights")
         made = self._combine_low_latency(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish,
             return_recv_hook, out, combine_wait_recv_cost_stats, one_rounding,

@@ -160,6 +160,8 @@ class NormalCalls:
         event = None
         if getattr(x, "requires_grad", False):
             warn_of_lost_gradient("Buffer.dispatch")
+        elif getattr(topk_weights, "requires_grad", False):
+            warn_of_lost_gradient("Buffer.dispatch", of="topk_weights")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
         made = self._context.dispatch(
@@ -225,6 +227,8 @@ class NormalCalls:
         event = None
         if getattr(x, "requires_grad", False):
             warn_of_lost_gradient("Buffer.combine")
+        elif getattr(topk_weights, "requires_grad", False):
+            warn_of_lost_gradient("Buffer.combine", of="topk_weights")
         if previous_event is not None or allocate_on_comm_stream:
             event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
         made = self._context.combine(

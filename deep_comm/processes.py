@@ -12,6 +12,7 @@ import gc
 import io
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from deep_comm.errors import DeepCommError
+from deep_comm.errors import DeepCommError, is_consequence, remade
+from deep_comm.settings import integers
 
 T = TypeVar("T")
 
@@ -64,12 +66,6 @@ def run(fn: Callable[..., T], num_ranks: int, *args: object, **options: Any) -> 
     return _values(outcomes(fn, num_ranks, *args, **options))
 
 
-def _is_lost(outcome: Outcome) -> bool:
-    """Whether the rank only saw another one go."""
-    text = str(outcome.error)
-    return "onnection closed by peer" in text or "onnection reset by peer" in text
-
-
 def _reason(outcome: Outcome) -> str:
     if isinstance(outcome.error, RankFailed):
         return outcome.error.reason
@@ -84,7 +80,12 @@ def _values(ended: list[Outcome]) -> list[Any]:
     failed = [outcome for outcome in ended if outcome.error is not None]
     # A rank that died is the cause of what the others raise, and one that raised has closed its
     # connections.
-    failed.sort(key=lambda outcome: (not isinstance(outcome.error, RankFailed), _is_lost(outcome)))
+    failed.sort(
+        key=lambda outcome: (
+            not isinstance(outcome.error, RankFailed),
+            outcome.error is not None and is_consequence(outcome.error),
+        )
+    )
     if failed:
         first, others = failed[0], "".join(f"and {_told(outcome)}\n" for outcome in failed[1:])
         reason = _reason(first)
@@ -154,7 +155,7 @@ class Pool:
             keep_survivors: ranks may end their process, and only these are replaced if all
                 others return; by idle processes of the pool, if it has more than the run needs.
         """
-        self._start(num_ranks)
+        self._start(integers.require("num_ranks", num_ranks, 1))
         is_spent = True
         with tempfile.TemporaryDirectory(prefix="deep_comm.") as folder:
             try:
@@ -289,6 +290,9 @@ def _receive(rank: int, process: Any, connection: Connection, elapsed_s: float) 
             else f"exited with {code}"
         )
         return Outcome(rank, error=RankFailed(rank, how), elapsed_s=elapsed_s)
+    except Exception as raised:  # noqa: BLE001 - whatever a foreign type raises
+        why = DeepCommError(f"its result cannot be unpickled here: {raised!r}")
+        return Outcome(rank, error=why, traceback=traceback.format_exc(), elapsed_s=elapsed_s)
     return Outcome(rank, value, error, text, elapsed_s)
 
 
@@ -343,26 +347,31 @@ def _dump(packed: object) -> bytes:
 
 
 def _pack(value: object, error: BaseException | None, text: str) -> bytes:
-    # Exceptions are taken apart, because pickle would call their constructors with the message
-    # alone.
-    parts = None if error is None else (type(error), error.args, vars(error))
     try:
-        return _dump((value, parts, text))
+        return _dump((value, _sent(error), text))
     except Exception:  # noqa: BLE001 - whatever a foreign type raises
         what = f"{type(error).__name__}: {error}" if error is not None else "a result"
-        return _dump((None, (DeepCommError, (f"{what} (cannot be pickled)",), {}), text))
+        return _dump((None, DeepCommError(f"{what} (cannot be pickled)"), text))
+
+
+def _sent(error: BaseException | None) -> Any:
+    """The error, or its parts where pickle could not make it again: it calls a class with the
+    message alone.
+    """
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever a foreign type raises
+        return type(error), error.args, vars(error)
+    return error
 
 
 def _unpack(packed: bytes) -> tuple[Any, BaseException | None, str]:
     import torch
 
-    value, parts, text = torch.load(io.BytesIO(packed), weights_only=False)
-    if parts is None:
-        return value, None, text
-    kind, args, state = parts
-    error = kind.__new__(kind, *args)
-    vars(error).update(state)
-    return value, error, text
+    value, error, text = torch.load(io.BytesIO(packed), weights_only=False)
+    return value, remade(*error) if isinstance(error, tuple) else error, text
 
 
 def _call(job: _Job, fn: Callable[..., Any], args: tuple[Any, ...]) -> object:

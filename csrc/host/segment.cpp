@@ -140,10 +140,22 @@ bool is_left_over(std::string_view file_name) {
 }
 
 // The creator holds a lock on its segment while it lives. A container with process ids of its own
-// may share this folder with us: its processes look dead from here, their locks do not.
-bool is_locked(const std::string& name) {
+// may share this folder with us: its processes look dead from here, their locks do not. The name goes
+// while this process holds the lock, so that a creator that waits for it learns of that.
+bool unlink_unlocked(const std::string& name) {
   FileDescriptor file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0));
-  return file.get() < 0 || flock(file.get(), LOCK_EX | LOCK_NB) != 0;
+  if (file.get() < 0 || flock(file.get(), LOCK_EX | LOCK_NB) != 0) return false;
+  return shm_unlink(name.c_str()) == 0;
+}
+
+// Before anything that takes long. False: somebody who saw the name without a lock has removed it.
+bool lock_own(int file, const std::string& name) {
+  while (flock(file, LOCK_SH) != 0) {
+    if (errno != EINTR) throw_errno(errno, "locking " + name);
+  }
+  struct stat status;
+  if (fstat(file, &status) != 0) throw_errno(errno, "asking for the links of " + name);
+  return status.st_nlink > 0;
 }
 
 }  // namespace
@@ -167,12 +179,12 @@ Segment Segment::create(size_t num_bytes) {
   const std::string name = new_name();
   FileDescriptor file(shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (file.get() < 0) throw_errno(errno, "creating shared memory " + name);
+  if (!lock_own(file.get(), name)) return create(num_bytes);
   try {
     if (ftruncate(file.get(), static_cast<off_t>(num_bytes)) != 0) {
       throw_errno(errno, "sizing shared memory to " + std::to_string(num_bytes) + " bytes");
     }
     reserve(file.get(), num_bytes);
-    if (flock(file.get(), LOCK_SH | LOCK_NB) != 0) throw_errno(errno, "locking " + name);
     void* memory = map(file.get(), num_bytes, name);
     return {name, memory, num_bytes, getpid(), file.release()};
   } catch (...) {
@@ -229,8 +241,7 @@ std::vector<std::string> remove_stale_segments() {
     struct stat status;
     const std::string path = entry->path().string();
     if (lstat(path.c_str(), &status) != 0 || status.st_uid != geteuid()) continue;
-    if (is_locked(name)) continue;
-    if (shm_unlink(name.c_str()) == 0) removed.push_back(name);
+    if (unlink_unlocked(name)) removed.push_back(name);
   }
   return removed;
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.events import TensorsEvent
 from deep_comm.ranks.rail import NVSHMEM
 from deep_comm.ranks.rendezvous import Rendezvous
-from deep_comm.ranks.topology import Topology, host_identity
+from deep_comm.ranks.topology import Topology, process_identity
 from deep_comm.settings import env
 
 # The engine of either target has the same methods; their types are written down once.
@@ -42,7 +41,7 @@ class _CudaHeap(Heap):
         self.num_bytes = num_bytes
         bases: list[int] = []
 
-        def create() -> tuple[str, int, int, int, bytes]:
+        def create() -> tuple[str, int, int, bytes]:
             def free(address: int) -> None:
                 _cuda.free(device, address)
 
@@ -51,14 +50,13 @@ class _CudaHeap(Heap):
             self._blocks[self._rank] = block
             in_process.register(block)
             handle = b"" if rendezvous.in_process else _cuda.ipc_handle(block.address)
-            return host_identity(), os.getpid(), device, block.address, handle
+            return process_identity(), device, block.address, handle
 
         def attach() -> None:
-            for rank, (host, pid, peer_device, address, handle) in enumerate(described):
-                is_local = (host, pid) == (host_identity(), os.getpid())
+            for rank, (process, peer_device, address, handle) in enumerate(described):
                 bases.append(
                     self._attach_local(rank, peer_device, address)
-                    if is_local
+                    if process == process_identity()
                     else self._attach_process(handle)
                 )
 

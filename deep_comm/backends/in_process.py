@@ -32,7 +32,7 @@ def allocated(num_bytes: int, allocate: Callable[[], T]) -> T:
     """What ``allocate`` returns, which fails if there are not ``num_bytes``."""
     try:
         return allocate()
-    except (MemoryError, RuntimeError, ValueError) as error:
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
         raise AllocationError(num_bytes, str(error)) from error
 
 

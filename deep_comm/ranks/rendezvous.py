@@ -12,6 +12,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from deep_comm.errors import ArgumentError, BufferDestroyed, ConfigMismatch, PeerLost
@@ -92,11 +93,23 @@ def all_gather_object(group: Any, payload: Any) -> list[Any]:
     return [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
+def _is_known(group: Any) -> bool:
+    """Whether torch knows the process group: it does not once that was destroyed."""
+    from torch.distributed import distributed_c10d
+
+    return group in distributed_c10d._world.pg_map
+
+
 class _TorchGroup:
     in_process = False
     simulation = None
 
     def __init__(self, group: Any) -> None:
+        if not _is_known(group):
+            raise ArgumentError(
+                "group", type(group).__name__,
+                "must be one of init_process_group or new_group that has not been destroyed",
+            )  # fmt: skip
         self._group = group
 
     def rank(self) -> int:
@@ -109,9 +122,7 @@ class _TorchGroup:
         try:
             return all_gather_object(self._group, payload)
         except (RuntimeError, TypeError, ValueError) as error:
-            from torch import distributed
-
-            if not distributed.is_initialized():
+            if not _is_known(self._group):
                 raise PeerLost(
                     "the process group, which the ranks meet in, was destroyed"
                 ) from error
@@ -127,12 +138,12 @@ class _TorchGroup:
         meet in rounds. Whoever leaves a round, with all ranks or without, begins the next one, so
         that a rank that was late the last time finds the others.
         """
+        from torch import distributed
         from torch.distributed import distributed_c10d
 
-        try:
-            store = distributed_c10d._get_process_group_store(self._group)
-        except (AttributeError, KeyError):  # a group that torch does not know
+        if "mpi" in distributed.get_backend_config(self._group):  # it has no store
             return []
+        store = distributed_c10d._get_process_group_store(self._group)
         ranks, own = range(self.size()), self.rank()
         try:
             current = store.compare_set(_ROUND, "", "0").decode()
@@ -238,6 +249,15 @@ def _adapt(group: Any, comm: Any) -> RankGroup:
     )
 
 
+_ANOTHER_CALL = "another call"
+
+
+@dataclass(frozen=True)
+class _StepOutcome:
+    failure: str | None
+    result: Any
+
+
 class Rendezvous:
     """The ranks of one Buffer. Every method is collective."""
 
@@ -314,16 +334,22 @@ class Rendezvous:
         except Exception as error:  # noqa: BLE001 - raised below, after the peers know
             failure = error
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        outcomes = self.all_gather_object((message, result))
+        outcomes = self.all_gather_object(_StepOutcome(message, result))
         if failure is not None:
             try:
                 raise failure
             finally:
                 del failure  # or it and this frame keep each other, and all that the step has held
-        for rank, (peer_message, _) in enumerate(outcomes):
-            if peer_message is not None:
-                raise PeerLost(f"rank {rank} failed to {what}: {peer_message}")
-        return [outcome for _, outcome in outcomes]  # type: ignore[misc]
+        calls = {
+            rank: what if isinstance(outcome, _StepOutcome) else _ANOTHER_CALL
+            for rank, outcome in enumerate(outcomes)
+        }
+        if _ANOTHER_CALL in calls.values():
+            raise ConfigMismatch("the call they are in", calls)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.failure is not None:
+                raise PeerLost(f"rank {rank} failed to {what}: {outcome.failure}")
+        return [outcome.result for outcome in outcomes]
 
     def require_equal(self, settings: dict[str, Any]) -> None:
         """Raise ConfigMismatch on every rank if the ranks' ``settings`` differ."""
@@ -331,7 +357,7 @@ class Rendezvous:
         for field in settings:
             # A rank that is in another collective call brings something else.
             values = {
-                rank: peer.get(field) if isinstance(peer, dict) else "another call"
+                rank: peer.get(field) if isinstance(peer, dict) else _ANOTHER_CALL
                 for rank, peer in enumerate(gathered)
             }
             if len({repr(value) for value in values.values()}) > 1:

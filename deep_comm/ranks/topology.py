@@ -51,10 +51,19 @@ def memory_identity() -> str:
     return f"{_boot_id()}/{device}"
 
 
+def process_identity() -> str:
+    """One string per process of the job. Containers of one name may number processes anew."""
+    try:
+        numbering = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbering = ""
+    return f"{host_identity()}/{numbering}/{os.getpid()}"
+
+
 def member_identity(in_process: bool) -> str:
     """Names one rank among all processes of the job, and among the rank threads of a process."""
     thread = f"/{threading.get_native_id()}" if in_process else ""
-    return f"{host_identity()}/{os.getpid()}{thread}"
+    return f"{process_identity()}{thread}"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,10 @@ def test_keywords_and_positions_mean_the_same() -> None:
         ({"num_max_rdma_chunked_send_tokens": 0}, "num_max_rdma_chunked_send_tokens"),
         ({"num_max_nvl_chunked_send_tokens": 257}, "num_max_nvl_chunked_send_tokens"),
         ({"num_max_rdma_chunked_send_tokens": 129}, "num_max_rdma_chunked_send_tokens"),
+        (
+            {"num_max_rdma_chunked_send_tokens": 3, "num_max_rdma_chunked_recv_tokens": 2**31 - 1},
+            "num_max_rdma_chunked_recv_tokens",
+        ),
     ],
 )
 def test_a_bad_value_is_named(arguments: dict[str, int], named: str) -> None:

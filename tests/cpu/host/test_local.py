@@ -48,6 +48,9 @@ def test_a_subgroup_without_the_caller_or_with_a_rank_twice_is_refused(
         group.subgroup([1 - group.rank()])
     with pytest.raises(ArgumentError):
         group.subgroup([0, 0, 1])
+    for rank in (-1, 2):
+        with pytest.raises(ArgumentError, match="ranks must be an integer of 0 to 1"):
+            group.subgroup([group.rank(), rank])
 
 
 def test_the_root_cause_is_raised_with_its_rank_and_nobody_hangs() -> None:

@@ -8,6 +8,7 @@ import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import forked
 import pytest
@@ -288,6 +289,48 @@ def _waits_for_one_that_raises(group, culprit: int) -> None:
 def test_the_rank_that_raised_is_named_not_one_that_lost_its_connection(culprit: int) -> None:
     with pytest.raises(processes.RankFailed, match=f"rank {culprit} raised ValueError: the cause"):
         forked.run(_waits_for_one_that_raises, 2, culprit)
+
+
+def _waits_in_a_kernel(group, culprit: int) -> None:
+    with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=1.0) as buffer:
+        if group.rank() == culprit:
+            raise ValueError("the cause")
+        buffer.barrier()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_rank_that_raised_is_named_not_one_whose_kernel_waited_for_it(culprit: int) -> None:
+    with pytest.raises(processes.RankFailed, match=f"rank {culprit} raised ValueError: the cause"):
+        forked.run(_waits_in_a_kernel, 2, culprit)
+
+
+class Unreadable:
+    """Of which pickle makes something that it cannot read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def _errors(group, how: str) -> Any:
+    error = deep_comm.ArgumentError("x", 3, "must be a tensor")
+    if how == "returned":
+        return error
+    if how == "foreign":
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    return Unreadable()
+
+
+def test_errors_come_as_they_were() -> None:
+    (returned,) = forked.run(_errors, 1, "returned")
+    assert (returned.argument, returned.value, returned.rule) == ("x", 3, "must be a tensor")
+    for how, text in (("foreign", "invalid start byte"), ("unreadable", "cannot be unpickled")):
+        with pytest.raises(processes.RankFailed, match=text):
+            forked.run(_errors, 1, how)
+
+
+def test_a_run_needs_a_rank() -> None:
+    with pytest.raises(deep_comm.ArgumentError, match="num_ranks"):
+        processes.run(_all_raise, 0)
 
 
 def _all_raise(group) -> None:

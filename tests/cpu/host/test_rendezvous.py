@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import collections
+import os
 import threading
 import time
 from typing import Any
 
+import forked
 import pytest
 from run_by import run_by
+from torch import distributed
 
+import deep_comm
 from deep_comm import ArgumentError, ConfigMismatch, PeerLost, TopologyError, local
 from deep_comm.ranks import rendezvous as meetings
 from deep_comm.ranks.rendezvous import Rendezvous
-from deep_comm.ranks.topology import discover, require_supported
+from deep_comm.ranks.topology import discover, process_identity, require_supported
 
 
 class Sent:
@@ -109,6 +113,43 @@ def test_members_tell_groups_of_equal_shape_apart() -> None:
 
     members = local.run(main, 4)
     assert members[0] == members[1] != members[2] == members[3]
+
+
+def test_processes_of_one_number_in_two_containers_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = process_identity()
+    assert here == process_identity()
+    monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
+    assert here != process_identity()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_in_different_calls_are_told_so(late: int) -> None:
+    def main(group: local.ThreadGroup) -> None:
+        rendezvous = Rendezvous(group)
+        if group.rank() == late:
+            rendezvous.all_gather_object(("a", "pair"))
+        else:
+            rendezvous.all_gather_result("allocate", lambda: 1)
+
+    raised = local.run(main, 2, return_errors=True)[1 - late]
+    assert isinstance(raised, ConfigMismatch)
+    assert raised.values == {late: "another call", 1 - late: "allocate"}
+
+
+def _destroyed_groups(world: Any) -> None:
+    group = distributed.new_group([0, 1])
+    with deep_comm.Buffer(group, 1 << 20, device="cpu") as buffer:
+        distributed.destroy_process_group(group)
+        with pytest.raises(PeerLost, match="was destroyed"):
+            buffer.reset()
+    with pytest.raises(ArgumentError, match="has not been destroyed"):
+        deep_comm.Buffer(group, 1 << 20, device="cpu")
+
+
+def test_a_destroyed_group_is_said_to_be() -> None:
+    forked.run(_destroyed_groups, 2)
 
 
 def test_a_failure_on_one_rank_is_raised_on_all() -> None:

@@ -231,6 +231,32 @@ def test_a_living_creator_in_another_pid_namespace_keeps_its_segment() -> None:
         process.stdin.close()
 
 
+SWEEP = """
+from deep_comm import _core
+print("begun", flush=True)
+while True:
+    for name in _core.remove_stale_segments():
+        print(name, flush=True)
+"""
+
+
+def test_a_segment_in_the_making_is_not_swept_from_another_pid_namespace() -> None:
+    """Its pages take a while, and until it has a lock its creator looks dead from there."""
+    unshared = ["unshare", "--pid", "--kill-child", "--mount-proc", sys.executable, "-c", SWEEP]
+    with subprocess.Popen(unshared, stdout=subprocess.PIPE, text=True) as sweeper:
+        try:
+            assert sweeper.stdout is not None
+            if sweeper.stdout.readline() != "begun\n":
+                pytest.skip("this user may not make pid namespaces")
+            for _ in range(3):
+                segment = _core.Segment.create(64 << 20)
+                _core.Segment.attach(segment.name, segment.num_bytes).close()
+                segment.unlink()
+                segment.close()
+        finally:
+            sweeper.kill()
+
+
 def test_allocate_is_zeroed_and_aligned() -> None:
     for num_bytes in (1, 4096, 100_001):
         address = _core.allocate(num_bytes)

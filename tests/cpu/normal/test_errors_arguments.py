@@ -419,9 +419,12 @@ def test_a_gradient_that_is_lost_is_warned_of(buffer: Buffer, /) -> None:
         recv_x, *_, handle, _ = buffer.dispatch(x, **options)
     with pytest.warns(UserWarning, match=r"Buffer\.combine has no gradient"):
         buffer.combine(recv_x.detach().requires_grad_(), handle)
+    weights = torch.ones(given["topk_idx"].shape, requires_grad=True)
+    with pytest.warns(UserWarning, match="has no gradient: topk_weights requires one"):
+        buffer.dispatch(x.detach(), topk_weights=weights, **options)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
-        buffer.dispatch(x, **options)
+        buffer.dispatch(x, topk_weights=weights, **options)
 
 
 def test_groups_that_do_not_fit_are_refused_on_every_rank() -> None:
