@@ -243,8 +243,9 @@ class LowLatencyCalls:
     def wait_low_latency_num_tokens(self) -> int:
         """Return the most tokens that any rank had in the last dispatch with ``report_num_tokens``.
 
-        Every rank gets the same number. The host waits until the receive phase has it, not until
-        the dispatch has ended.
+        The last one whose receive phase has been launched: by the call, or its hook. Every rank
+        gets the same number. The host waits until the receive phase has it, not until the dispatch
+        has ended.
 
         Raises:
             ArgumentError: there was no such dispatch, or its hook has not run.

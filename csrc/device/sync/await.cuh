@@ -89,12 +89,12 @@ DC_DEVICE bool is_stopped(const Context& context, const WaitFor& wait, uint64_t 
 template <class AnyContext>
 DC_DEVICE bool must_stop_for_mask(const AnyContext& context, const WaitFor& wait, uint64_t now_ns,
                                   const WaitClock& clock) {
-  if (is_masked(context, own_rank(context))) {
+  const Verdict verdict = verdict_on(context, wait.peer);
+  if (verdict == Verdict::kOut) {
     report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock.start_ns, -1});
     abort_rank(context);
-    return true;
   }
-  return is_masked(context, wait.peer);
+  return verdict != Verdict::kGoOn;
 }
 
 // Only with can_shrink, after the deadline: a peer whose alive word changed gets another deadline, at

@@ -75,4 +75,14 @@ DC_DEVICE void say_alive(const AnyContext& context, uint64_t now_ns) {
   send_alive(context, tick);
 }
 
+enum class Verdict { kGoOn, kWithout, kOut };
+
+// What a wait for `peer` has to do: go on, stop because the peer is masked, or stop because this
+// rank is.
+template <class AnyContext>
+DC_DEVICE Verdict verdict_on(const AnyContext& context, int peer) {
+  if (is_masked(context, own_rank(context))) return Verdict::kOut;
+  return is_masked(context, peer) ? Verdict::kWithout : Verdict::kGoOn;
+}
+
 }  // namespace deep_comm

@@ -140,6 +140,7 @@ void LowLatencyCalls::begin(LowLatencyKind kind) {
 
 void LowLatencyCalls::run(const LowLatencyForm& form, const LowLatencyDispatchCall& call,
                           uint64_t stream) {
+  has_report_ = has_report_ || (call.receive && call.is_reporting);
   context_.launch([&] { context_.engine.low_latency_dispatch(form.plan, call, stream); });
 }
 
@@ -224,12 +225,8 @@ void LowLatencyCalls::forget_pending(bool was_destroyed) {
 int LowLatencyCalls::wait_num_tokens() {
   context_.require_open();
   if (!has_report_) {
-    refuse_argument("report_num_tokens", false, "must be True in a low_latency_dispatch before");
-  }
-  for (const auto& pending : pending_of(LowLatencyKind::kDispatch)) {
-    if (std::get<LowLatencyDispatchCall>(pending->call).is_reporting) {
-      refuse_argument("hook", {}, "must be called first: the receive phase reports");
-    }
+    refuse_argument("report_num_tokens", false,
+                    "must be True in a low_latency_dispatch before, whose hook has run");
   }
   const std::optional<int> most =
       context_.wait([&] { return context_.engine.wait_low_latency_num_tokens(); });
@@ -343,7 +340,6 @@ ReservedLowLatencyDispatch::ReservedLowLatencyDispatch(CallContext& context,
 }
 
 LowLatencyCompletion LowLatencyCalls::launch(ReservedLowLatencyDispatch&& reserved) {
-  has_report_ = has_report_ || reserved.checked_.call_.is_reporting;
   return launch_phases(reserved, LowLatencyKind::kDispatch);
 }
 

@@ -252,7 +252,7 @@ class LowLatencyCalls {
   const LowLatencySettings settings_;
   std::vector<std::shared_ptr<const LowLatencyForm>> forms_;        // a handful
   std::array<Pending, 2> pending_;                                  // by kind
-  bool has_report_ = false;                                         // a dispatch was to report
+  bool has_report_ = false;                                         // a receive phase reports
   std::vector<std::pair<TensorSpec, MadeTensor>> combine_buffers_;  // by the shape of rows
 };
 
