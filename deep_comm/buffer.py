@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,8 @@ from deep_comm._version import __version__
 from deep_comm.backends import resolve_device
 from deep_comm.backends.architectures import runs_on
 from deep_comm.config import Config
-from deep_comm.context import Context, release_at_exit
+from deep_comm.context import Context
+from deep_comm.context.owner import ContextOwner
 from deep_comm.context.shape import (
     MemoryEstimate,
     Mode,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Buffer"]
 
 
-class Buffer(InternodeCalls, LowLatencyCalls):
+class Buffer(ContextOwner, InternodeCalls, LowLatencyCalls):
     """Communication buffers of one rank, and the operations that use them.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
@@ -187,14 +187,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             trace_calls=env.TRACE.get() if trace is None else trace,
         )
         log.set_up()
-        self._context = Context(group, comm, settings)
+        self._own(Context(group, comm, settings))
         self._enable_low_latency()
-        self._finalizer = weakref.finalize(self, self._context.close)
-        # At exit the process gives back everything at once, and the CUDA driver may be gone.
-        self._finalizer.atexit = False
         self.rank = self._context.rank
         self.group = group if group is not None else comm
-        release_at_exit(self)
         self.group_size = self._context.num_ranks
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
@@ -315,32 +311,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         """The native engine; None after destroy()."""
         return self._context.engine if self._context.is_open else None
 
-    def destroy(self) -> None:
-        """Free this rank's resources. Idempotent.
-
-        Waits for this rank's own kernels, and until the software NIC has done what they asked for,
-        but never for a peer. The last reference to a Buffer does the same when it goes.
-
-        Raises:
-            BufferInUse: another thread is in a call of this Buffer, or a signal handler calls this
-                while one waits.
-
-        Examples:
-            >>> other = deep_comm.Buffer(group, 1 << 20, device="cpu")
-            >>> other.destroy()
-        """
-        self._context.native_calls.close(may_be_in_use=False)
-        self._finalizer()
-        self._release_group()
-
     def _release_group(self) -> None:
-        """So that destroy_process_group, or the end of the program, really ends the group.
-
-        Threads of a gloo group take the GIL to free tensors of their last collective; if that
-        happens while the interpreter is torn down, CPython ends the thread inside a C++ destructor,
-        and the process aborts. A group that nobody holds is ended before.
-        """
-        self._context.rendezvous.release()
+        super()._release_group()
         self.group = None
 
     def reset(self, *, without: Iterable[int] = ()) -> None:
@@ -374,7 +346,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         Raises:
             ArgumentError: ``without`` names this rank, or a number that is no rank.
             UnsupportedError: with ``without`` in a group of several nodes.
-            PeerLost: without ``without``: a rank does not come.
+            PeerLost: without ``without``: a rank does not come. The Buffer needs another reset.
             ConfigMismatch: the ranks name different ranks. The Buffer needs another reset.
             PeerTimeout: a rank that is not named has not come within 4 times timeout_s. Name it as
                 well, on all remaining ranks. The Buffer needs another reset.
@@ -389,19 +361,6 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         """
         self._context.reset(without)
         log.logger.info("%s is reset; absent ranks: %s", repr(self), sorted(self._context.absent))
-
-    def check(self) -> None:
-        """Raise what a kernel of this rank recorded, if any has failed. Does not wait.
-
-        On CUDA devices failures of asynchronous kernels are raised here, or by the next call.
-
-        Raises:
-            PeerTimeout, ConfigMismatch, ExpertIndexError, CapacityError, MaskedOut: as recorded.
-
-        Examples:
-            >>> buffer.check()
-        """
-        self._context.check()
 
     def stats(self) -> BufferStats:
         """Return how many calls had room in the receive region, and how many went through rings.
@@ -428,12 +387,6 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         if self._context.trace_rings is None:
             raise UnsupportedError("tracing is off: Buffer(trace=16), or DEEP_COMM_TRACE=16")
         return self._context.trace_rings.read()
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        self.destroy()
 
     # ---- statics -------------------------------------------------------------------------------
 

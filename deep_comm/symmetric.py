@@ -8,9 +8,7 @@ ranks are threads, simulated ones included. Kernels written in Triton use ``deep
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,7 +17,8 @@ from torch import Tensor
 from deep_comm import _core, tuning
 from deep_comm._version import __version__
 from deep_comm.backends.foreign import tensor_at
-from deep_comm.context import Context, release_at_exit
+from deep_comm.context import Context
+from deep_comm.context.owner import ContextOwner
 from deep_comm.errors import ArgumentError, BufferTooSmall, UnsupportedError
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.settings import env, integers
@@ -34,7 +33,7 @@ WORDS_OF_RANK = 64
 _NUM_PROGRESS = 2 * _MOST_RANKS * WORDS_OF_RANK + 2
 
 
-class SymmetricMemory:
+class SymmetricMemory(ContextOwner):
     """Memory of one rank that the others of its group reach, at the same offset everywhere.
 
     Tensors and words live until ``destroy``. Nothing is given back before. After ``destroy``, of
@@ -139,10 +138,7 @@ class SymmetricMemory:
             raise UnsupportedError(
                 f"symmetric memory serves one node; the ranks are on {num_nodes}"
             )
-        self._context = Context(group, comm, settings)
-        self._finalizer = weakref.finalize(self, self._context.close)
-        self._finalizer.atexit = False  # as a Buffer's
-        release_at_exit(self)
+        self._own(Context(group, comm, settings))
         self.rank = self._context.rank
         self.group_size = self._context.num_ranks
         self.device = self._context.device
@@ -168,17 +164,6 @@ class SymmetricMemory:
         )[0]
         self._word_calls = calls.signal_word, calls.await_word
         self._bases = torch.tensor(self._context.heap.peer_bases, device=self.device)
-
-    def __enter__(self) -> SymmetricMemory:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.destroy()
 
     @property
     def is_destroyed(self) -> bool:
@@ -265,24 +250,6 @@ class SymmetricMemory:
                 words.clear()
             self._context.synchronize()
             self._context.rendezvous.barrier()  # nobody signals before all words are zero
-
-    def check(self) -> None:
-        """Raise what a kernel recorded, if any has. Does not wait.
-
-        Raises:
-            PeerTimeout, ConfigMismatch: as collectives and waits.
-        """
-        self._context.check()
-
-    def destroy(self) -> None:
-        """Free this rank's resources. Idempotent. Waits for its own kernels, never for a peer."""
-        self._context.native_calls.close(may_be_in_use=False)
-        self._finalizer()
-        self._release_group()
-
-    def _release_group(self) -> None:
-        """See Buffer."""
-        self._context.rendezvous.release()
 
 
 class SymmetricTensor:

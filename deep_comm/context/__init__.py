@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,20 +36,6 @@ from deep_comm.settings.buffer import Settings
 if TYPE_CHECKING:
     from deep_comm._core import Engine
     from deep_comm.trace.rings import Rings
-
-
-_living: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def release_at_exit(owner: Any) -> None:
-    """Call ``owner._release_group`` at the end of the program, if it lives then."""
-    _living.add(owner)
-
-
-@atexit.register
-def _release_groups() -> None:
-    for owner in list(_living):
-        owner._release_group()
 
 
 class Context:
