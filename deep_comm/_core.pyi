@@ -10,6 +10,8 @@ from typing import Any
 
 version: str
 max_channels: int  # blocks of a kernel that talks to peers, at most
+max_topk: int
+max_low_latency_tokens: int  # of a rank in a low-latency call
 
 class ErrorRecord:
     """What the first failing thread of a Buffer left behind."""

@@ -510,7 +510,7 @@ class Buffer(ContextOwner, InternodeCalls, LowLatencyCalls):
         begin = self._context.workspace_bytes
         if use_rdma_buffer:
             self._low_latency_region.is_lent = True
-            begin = self._context.low_latency_end - self._context.low_latency_bytes
+            begin = self._context.low_latency_begin
         return self._context.heap.view(begin + offset * dtype.itemsize, extents, dtype)
 
 

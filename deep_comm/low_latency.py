@@ -14,8 +14,6 @@ from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
 from deep_comm.results import LowLatencyCombineResult, LowLatencyDispatchResult, named
 from deep_comm.settings import integers
 
-_MOST_TOKENS = 65535  # of a rank in a call
-
 
 class LowLatencyCalls:
     """Dispatch and combine for decoding: no host wait, fixed shapes, CUDA graphs.
@@ -90,8 +88,9 @@ class LowLatencyCalls:
         ):
             integers.require(name, value, smallest, integers.LARGEST)
         max_tokens = integers.require(
-            "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, _MOST_TOKENS
-        )
+            "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1,
+            _core.max_low_latency_tokens,
+        )  # fmt: skip
         per_node = MAX_RANKS_PER_NODE if ranks_per_node is None else ranks_per_node
         is_internode = num_ranks > per_node
         return region_bytes(num_ranks, max_tokens, hidden, is_internode, enable_shrink)

@@ -6,6 +6,8 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The host target: the protocol kernels over the SIMT executor, and shared memory.";
   m.attr("version") = DEEP_COMM_VERSION;
   m.attr("max_channels") = deep_comm::kMaxChannels;
+  m.attr("max_topk") = deep_comm::kMaxTopk;
+  m.attr("max_low_latency_tokens") = deep_comm::kMaxLowLatencyTokens;
   deep_comm::bind_torch(m);
   deep_comm::bind_segment(m);
   deep_comm::bind_streams(m);

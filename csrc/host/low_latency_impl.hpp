@@ -49,11 +49,11 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) co
   using detail::require;
   require(shape.num_blocks >= 1 && shape.num_blocks <= kMaxLowLatencyBlocks,
           "num_blocks = ", shape.num_blocks, ", must lie in 1..", kMaxLowLatencyBlocks);
-  require(shape.num_max_tokens >= 1 && shape.num_max_tokens < 1 << 16,
-          "num_max_tokens = ", shape.num_max_tokens, ", must lie in 1..65535");
+  require(shape.num_max_tokens >= 1 && shape.num_max_tokens <= kMaxLowLatencyTokens,
+          "num_max_tokens = ", shape.num_max_tokens, ", must lie in 1..", kMaxLowLatencyTokens);
   check_num_experts(shape.num_experts);
-  require(shape.num_topk >= 1 && shape.num_topk <= 2 * kWarpSize, "num_topk = ", shape.num_topk,
-          ", must lie in 1..64");
+  require(shape.num_topk >= 1 && shape.num_topk <= kMaxTopk, "num_topk = ", shape.num_topk,
+          ", must lie in 1..", kMaxTopk);
   const int multiple = shape.num_scales == 0             ? 8
                        : shape.row_bytes >= shape.hidden ? kScaleBlock
                                                          : kFp4ScaleWord;

@@ -9,6 +9,7 @@
 #include <utility>
 #include <variant>
 
+#include "device/layout/workspace.cuh"
 #include "host/tensor.hpp"
 
 namespace deep_comm {
@@ -100,7 +101,6 @@ struct IntegerRef {
 };
 
 inline constexpr int64_t kLargestInteger = INT32_MAX;  // what kernels count in
-inline constexpr int kMaxTopk = 64;
 inline constexpr int kMaxExpertAlignment = 1
                                            << 16;  // so that sums of padded counts stay below 2**31
 inline constexpr int kRowAlignment = 16;

@@ -33,7 +33,7 @@ TOKEN_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 THRESHOLDS = {"default": -1, "measured": 0}
 """Words of --decode-tokens: what a layer takes that is given none; what is measured here."""
 
-MOST_TOPK = 64
+MOST_TOPK = 64  # deep_comm._core.max_topk
 MOST_SMS = 256  # deep_comm._core.max_channels
 positive = at_least(1)
 

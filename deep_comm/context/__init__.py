@@ -142,6 +142,11 @@ class Context:
         )
         return self.low_latency_end + rail_words + integers.round_up(self.num_rdma_bytes)
 
+    @property
+    def low_latency_begin(self) -> int:
+        """Where the region of low-latency calls begins in the heap: behind words that some have."""
+        return self.low_latency_end - self.low_latency_bytes
+
     def _create(self, settings: Settings) -> None:
         topology = self.topology
         is_internode = topology.num_nodes > 1

@@ -15,7 +15,6 @@ from deep_comm.settings import checks, env
 
 _LEAST_HIDDEN = 8
 _MAX_BLOCKS = 160  # of a low-latency kernel
-_MAX_TOPK = 64
 
 
 def region_bytes(
@@ -30,7 +29,7 @@ def region_bytes(
         num_ranks=num_ranks,
         num_max_tokens=num_max_tokens,
         hidden=hidden,
-        num_topk=_MAX_TOPK,
+        num_topk=_core.max_topk,
         num_experts=1,
         num_blocks=_MAX_BLOCKS,
         format="bfloat16",
@@ -74,9 +73,7 @@ class LowLatencyRegion:
             self._barrier()  # nobody's rows are on their way here
             if not self.is_lent:
                 return
-            ctx.heap.view(
-                ctx.low_latency_end - ctx.low_latency_bytes, [ctx.low_latency_bytes]
-            ).zero_()
+            ctx.heap.view(ctx.low_latency_begin, [ctx.low_latency_bytes]).zero_()
             self._barrier()  # nobody sends before all regions are zero
 
     def _barrier(self) -> None:

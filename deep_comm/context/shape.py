@@ -20,11 +20,8 @@ MODES: tuple[Mode, ...] = ("auto", "prefill", "decode")
 
 DEFAULT_DECODE_TOKENS = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SCALE_BLOCK = 128
 
 _SLOT_ALIGNMENT = 4  # masked grouped kernels want rows of scales to start at 16 bytes
-_MAX_SLOTS = 65535
-_MAX_TOPK = 64
 _DEVICE_RING_BYTES = 64 << 20
 _HOST_RAIL_SLOTS = 32
 _SLOT_METADATA_BYTES = 2048
@@ -61,7 +58,7 @@ class MoEShape:
         for name in ("hidden", "max_tokens"):
             integers.require(name, getattr(self, name), 1, integers.LARGEST)
         checks.max_experts("num_experts", self.num_experts)
-        integers.require("num_topk", self.num_topk, 1, _MAX_TOPK)
+        integers.require("num_topk", self.num_topk, 1, _core.max_topk)
         integers.require("decode_tokens", self.decode_tokens, 1, self.max_tokens)
         if self.dtype not in DTYPES:
             raise ArgumentError(
@@ -69,9 +66,11 @@ class MoEShape:
             )
         if self.row_bytes % 16 != 0:
             raise ArgumentError("hidden", self.hidden, "must make rows of a multiple of 16 bytes")
-        if self.fp8 and (self.dtype != torch.bfloat16 or self.hidden % SCALE_BLOCK != 0):
+        if self.fp8 and (self.dtype != torch.bfloat16 or self.hidden % checks.SCALE_BLOCK != 0):
             raise ArgumentError(
-                "fp8", True, f"needs bfloat16 tokens and a hidden of a multiple of {SCALE_BLOCK}"
+                "fp8",
+                True,
+                f"needs bfloat16 tokens and a hidden of a multiple of {checks.SCALE_BLOCK}",
             )
 
     @property
@@ -82,7 +81,7 @@ class MoEShape:
     @property
     def can_decode(self) -> bool:
         """Low-latency mode moves bfloat16 rows."""
-        return self.dtype == torch.bfloat16 and self.num_slots <= _MAX_SLOTS
+        return self.dtype == torch.bfloat16 and self.num_slots <= _core.max_low_latency_tokens
 
     @property
     def may_exceed(self) -> bool:
@@ -111,7 +110,7 @@ class MoEShape:
     @property
     def sent_bytes(self) -> int:
         """Of a token as it travels, with its scales."""
-        return self.hidden + self.hidden // SCALE_BLOCK * 4 if self.fp8 else self.row_bytes
+        return self.hidden + self.hidden // checks.SCALE_BLOCK * 4 if self.fp8 else self.row_bytes
 
     @property
     def num_balanced_selections(self) -> int:
@@ -139,7 +138,8 @@ def check_mode(mode: Any) -> None:
 def require_mode(mode: Any, shape: MoEShape) -> None:
     check_mode(mode)
     if mode == "decode" and not shape.can_decode:
-        raise ArgumentError("mode", mode, "needs bfloat16 rows and at most 65535 decode_tokens")
+        most = _core.max_low_latency_tokens
+        raise ArgumentError("mode", mode, f"needs bfloat16 rows and at most {most} decode_tokens")
 
 
 def _lines(num_bytes: float) -> int:

@@ -5,8 +5,6 @@
 
 namespace deep_comm {
 
-inline constexpr int kMaxTopk = 64;
-
 // One warp's token, in registers: the output rows of its top-k entries, or -1.
 struct LoadedRows {
   int32_t row_idx[kMaxTopk / kWarpSize] = {};  // lane i: of entries i, i + 32

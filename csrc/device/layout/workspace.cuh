@@ -18,6 +18,8 @@
 namespace deep_comm {
 
 inline constexpr int kMaxChannels = 256;  // one block each: more than any GPU has SMs
+inline constexpr int kMaxTopk = 2 * kWarpSize;
+inline constexpr int kMaxLowLatencyTokens = 0xffff;  // of a rank: kernels pack their numbers
 inline constexpr int kChunksOfLine = 8;
 inline constexpr int kNumHeaderFields = 16;
 

@@ -13,7 +13,6 @@ using Which = GivenProperty::Which;
 
 constexpr int kNumBuffers = 2;   // for rows of a kind: calls of it take turns
 constexpr int kBf16Columns = 8;  // of 16 bytes
-constexpr int kMaxTokensLimit = 65535;
 
 const char* name_of(LowLatencyKind kind) {
   return kind == LowLatencyKind::kDispatch ? "dispatch" : "combine";
@@ -26,7 +25,7 @@ bool has_same_shape(const TensorSpec& one, const TensorSpec& other) {
 
 int require_num_max_tokens(const IntegerRef& given) {
   return static_cast<int>(
-      require_integer("num_max_dispatch_tokens_per_rank", given, 1, kMaxTokensLimit));
+      require_integer("num_max_dispatch_tokens_per_rank", given, 1, kMaxLowLatencyTokens));
 }
 
 void require_hidden(int64_t hidden, int multiple) {

@@ -391,6 +391,7 @@ def test_variables_are_refused_as_options_are(
 
 def test_the_limits_of_the_options_are_those_of_the_kernels() -> None:
     assert _core.max_channels == options.MOST_SMS
+    assert _core.max_topk == options.MOST_TOPK
 
 
 @pytest.mark.parametrize(("reason", "elapsed_s"), [("exited with 1", 0.2), ("exited with 1", 0.05),
