@@ -65,13 +65,14 @@ def _leave_them() -> None:
 def all_gather_object(group: Any, payload: Any) -> list[Any]:
     """Every rank's (picklable) object, by rank, over a torch.distributed group; collective.
 
-    What torch.distributed.all_gather_object does, but a program may end right after it.
+    What torch.distributed.all_gather_object does, but a program may end right after it, and the
+    group may be one that torch.distributed did not make, as those of vLLM's elastic ranks.
     """
     import torch
     from torch import distributed
 
     num_ranks = int(group.size())
-    if "gloo" not in distributed.get_backend_config(group):
+    if all(device.type != "cpu" for device in group._device_types):
         gathered: list[Any] = [None] * num_ranks
         distributed.all_gather_object(gathered, payload, group=group)
         return gathered
@@ -82,7 +83,7 @@ def all_gather_object(group: Any, payload: Any) -> list[Any]:
         with torch.inference_mode(False):  # views of inference tensors do not hold their base
             *rows, row = (torch.frombuffer(part, dtype=torch.uint8) for part in (*parts, own))
             _kept.append([(tensor, tensor.view_as(tensor)) for tensor in (*rows, row)])
-        distributed.all_gather(rows, row, group=group)
+        group.allgather([rows], [row]).wait()
         return parts
 
     packed = bytearray(pickle.dumps(payload))
@@ -94,7 +95,9 @@ def all_gather_object(group: Any, payload: Any) -> list[Any]:
 
 
 def _is_known(group: Any) -> bool:
-    """Whether torch knows the process group: it does not once that was destroyed."""
+    """Whether torch knows the process group. It forgets one that is destroyed, and knows none that
+    was made without it.
+    """
     from torch.distributed import distributed_c10d
 
     return group in distributed_c10d._world.pg_map
@@ -105,12 +108,11 @@ class _TorchGroup:
     simulation = None
 
     def __init__(self, group: Any) -> None:
-        if not _is_known(group):
+        if not hasattr(group, "_device_types"):
             raise ArgumentError(
-                "group", type(group).__name__,
-                "must be one of init_process_group or new_group that has not been destroyed",
-            )  # fmt: skip
-        self._group = group
+                "group", type(group).__name__, "must be a torch.distributed.ProcessGroup"
+            )
+        self._group, self._was_known = group, _is_known(group)
 
     def rank(self) -> int:
         return int(self._group.rank())
@@ -119,15 +121,11 @@ class _TorchGroup:
         return int(self._group.size())
 
     def all_gather_object(self, payload: Any) -> list[Any]:
+        if self._was_known and not _is_known(self._group):
+            raise PeerLost("the process group, which the ranks meet in, was destroyed")
         try:
             return all_gather_object(self._group, payload)
-        except (RuntimeError, TypeError, ValueError) as error:
-            if not _is_known(self._group):
-                raise PeerLost(
-                    "the process group, which the ranks meet in, was destroyed"
-                ) from error
-            if not isinstance(error, RuntimeError):
-                raise
+        except RuntimeError as error:
             # Of torch: a peer's connection has ended, or its time.
             raise PeerLost(f"a rank was lost while the ranks exchanged data: {error}") from error
 
@@ -141,7 +139,8 @@ class _TorchGroup:
         from torch import distributed
         from torch.distributed import distributed_c10d
 
-        if "mpi" in distributed.get_backend_config(self._group):  # it has no store
+        # One made without torch.distributed has none that is known, one of MPI none at all.
+        if not self._was_known or "mpi" in distributed.get_backend_config(self._group):
             return []
         store = distributed_c10d._get_process_group_store(self._group)
         ranks, own = range(self.size()), self.rank()
