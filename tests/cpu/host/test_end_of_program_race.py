@@ -12,7 +12,6 @@ from typing import Any
 import forked
 import pytest
 import torch
-import torch.distributed as dist
 
 from deep_comm.ranks import rendezvous
 
@@ -64,24 +63,29 @@ def test_a_program_may_end_right_after_a_rendezvous(body: str, tmp_path: Path) -
     assert done.stdout.splitlines() == ["0 0 0 0"] * 4, done.stdout + done.stderr
 
 
+class Seen:
+    """A process group, and the tensors that its collectives were given."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.given: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def allgather(self, out: list[list[torch.Tensor]], own: list[torch.Tensor]) -> Any:
+        self.given.extend([*out[0], *own])
+        return self._group.allgather(out, own)
+
+
 def _tensors_that_stay(group: Any) -> tuple[list[object], list[bool]]:
     """(what was gathered, of each tensor that a collective was given: does a view hold it?)"""
-    given: list[torch.Tensor] = []
-    original = dist.all_gather
-
-    def all_gather(out: list[torch.Tensor], own: torch.Tensor, **options: Any) -> Any:
-        given.extend([*out, own])
-        return original(out, own, **options)
-
-    dist.all_gather = all_gather
-    try:
-        with torch.inference_mode():
-            payload = {"rank": group.rank(), "more": "x" * 9 * group.rank()}
-            gathered = rendezvous.all_gather_object(group, payload)
-    finally:
-        dist.all_gather = original
+    seen = Seen(group)
+    with torch.inference_mode():
+        payload = {"rank": group.rank(), "more": "x" * 9 * group.rank()}
+        gathered = rendezvous.all_gather_object(seen, payload)
     bases = {id(view._base) for tensors in rendezvous._kept for _, view in tensors}
-    return gathered, [id(tensor) in bases for tensor in given]
+    return gathered, [id(tensor) in bases for tensor in seen.given]
 
 
 def test_tensors_of_a_rendezvous_stay() -> None:
