@@ -53,10 +53,11 @@ class _CudaHeap(Heap):
             return process_identity(), device, block.address, handle
 
         def attach() -> None:
+            own = process_identity()
             for rank, (process, peer_device, address, handle) in enumerate(described):
                 bases.append(
                     self._attach_local(rank, peer_device, address)
-                    if process == process_identity()
+                    if process == own
                     else self._attach_process(handle)
                 )
 

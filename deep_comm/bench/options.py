@@ -114,7 +114,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
      "it has fewer"),
     ("--slots", (N, B), numbers(64, 128, 256), "slots of a ring"),
     ("--ranks-per-node", _CALLS, positive, "makes logical nodes; normal: also one tier"),
-    ("--rail", _CALLS, ("nvshmem", "software", "simulated"), "what joins the nodes"),
+    ("--rail", _CALLS, rail.RAILS, "what joins the nodes"),
     ("--rail-send", (N, B), numbers(6, 12, 20), "rows of a put (default: as recommended)"),
     ("--rings", (N, B), bool, "two tiers in bounded memory: no receive region, no staging"),
     ("--gb-per-s", (N, B), above_zero, "GB/s of a rail, which the software NIC keeps to"),
@@ -236,8 +236,7 @@ def parse(arguments: Sequence[str], command: str = "", name: str = "bench") -> O
             parser.error(f"--from: goes with --plot alone; got {others or 'no --plot'}")
         return Options(family=family, on_gpu=False, **given)
     try:  # what the ranks would refuse
-        for variable in env.REGISTRY:
-            variable.get()
+        env.require_valid()
     except ArgumentError as error:
         parser.error(str(error))
     named = given.get("device")

@@ -8,17 +8,18 @@ from deep_comm.errors import ArgumentError, TopologyError
 from deep_comm.ranks.topology import Topology
 from deep_comm.settings import env
 
-SIMULATED, SOFTWARE, NVSHMEM = "simulated", "software", "nvshmem"
-RAILS = (SIMULATED, SOFTWARE, NVSHMEM)
+RAILS = env.RAILS
+SIMULATED, SOFTWARE, NVSHMEM = RAILS
 OF_DEVICE = {"cpu": (SIMULATED,), "cuda": (SOFTWARE, NVSHMEM)}
 
 
 def requested(argument: str | None) -> str | None:
     """The caller's ``rail``, else that of the environment, else None: choose."""
-    name, where = (argument, "rail") if argument is not None else (env.RAIL.get(), env.RAIL.name)
-    if name is not None and name not in RAILS:
-        raise ArgumentError(where, repr(name), f"must be one of {', '.join(RAILS)}")
-    return name
+    if argument is None:
+        return env.RAIL.get()
+    if argument not in RAILS:
+        raise ArgumentError("rail", repr(argument), f"must be one of {', '.join(RAILS)}")
+    return argument
 
 
 def choose(

@@ -17,6 +17,8 @@ from deep_comm.errors import ArgumentError
 T = TypeVar("T")
 
 PREFIX = "DEEP_COMM_"
+RAILS = ("simulated", "software", "nvshmem")
+"""What may join nodes; see deep_comm.ranks.rail."""
 
 
 class Kind(NamedTuple):
@@ -162,9 +164,7 @@ HOST_NAME: Variable[str | None] = Variable(
 )
 RAIL: Variable[str | None] = Variable(
     "DEEP_COMM_RAIL",
-    _matching(
-        "nvshmem, software (CUDA devices) or simulated (host target)", "nvshmem|software|simulated"
-    ),
+    _matching("nvshmem, software (CUDA devices) or simulated (host target)", "|".join(RAILS)),
     None,
     "What joins the nodes of a group.",
     "Buffer(rail=) overrides it. Unset: nvshmem between hosts, software between the logical nodes"
